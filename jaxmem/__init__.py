@@ -15,17 +15,18 @@ import pkgutil
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; `__getattr__` imports the same names when they are first used
-    from jaxmem.checkpoint import Checkpoints
-    from jaxmem.config import Config, load_config
+    from jaxmem.checkpoint.manager import Checkpoints
+    from jaxmem.config.load import load_config
     from jaxmem.config.register import register_optimizer
-    from jaxmem.data import Loader
+    from jaxmem.config.sections import Config
+    from jaxmem.data.loader import Loader
     from jaxmem.errors import UserError
     from jaxmem.inference.evaluate import evaluate
     from jaxmem.machine.devices import simulate
     from jaxmem.models import register_model
-    from jaxmem.planning import plan
+    from jaxmem.planning.result import plan
     from jaxmem.search.fit import fit
-    from jaxmem.step import program
+    from jaxmem.step.programs import program
     from jaxmem.training.run import run as train
 
 __version__ = "0.2.0"
@@ -36,15 +37,15 @@ __all__ = [
 
 # The public names and their modules; every submodule is an attribute too (jaxmem.optim, jaxmem.kernels, ...).
 _NAMES = {
-    "Checkpoints": "jaxmem.checkpoint:Checkpoints",
-    "Config": "jaxmem.config:Config",
-    "Loader": "jaxmem.data:Loader",
+    "Checkpoints": "jaxmem.checkpoint.manager:Checkpoints",
+    "Config": "jaxmem.config.sections:Config",
+    "Loader": "jaxmem.data.loader:Loader",
     "UserError": "jaxmem.errors:UserError",
     "evaluate": "jaxmem.inference.evaluate:evaluate",
     "fit": "jaxmem.search.fit:fit",
-    "load_config": "jaxmem.config:load_config",
-    "plan": "jaxmem.planning:plan",
-    "program": "jaxmem.step:program",
+    "load_config": "jaxmem.config.load:load_config",
+    "plan": "jaxmem.planning.result:plan",
+    "program": "jaxmem.step.programs:program",
     "register_model": "jaxmem.models:register_model",
     "register_optimizer": "jaxmem.config.register:register_optimizer",
     "simulate": "jaxmem.machine.devices:simulate",

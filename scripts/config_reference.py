@@ -26,8 +26,8 @@ for completion in editors. `python scripts/config_reference.py` writes this page
 
 def config_page() -> str:
     """docs/config.md: a table for each section of a config."""
-    from jaxmem.config import json_schema
     from jaxmem.config.optimizers import OPTIMIZERS
+    from jaxmem.config.schema import json_schema
 
     schema = json_schema()
     sections = schema["$defs"]

@@ -16,7 +16,7 @@ import pytest
 from jaxmem.cli import main, planning
 from jaxmem.cli.start import load, print_text
 from jaxmem.config import load_config
-from jaxmem.data import Loader
+from jaxmem.data.loader import Loader
 from jaxmem.errors import UserError
 from jaxmem.machine import devices
 from jaxmem.machine.stderr import filtered

@@ -248,6 +248,16 @@ def test_public_names() -> None:
     assert {"Config", "kernels", "load_config", "optim", "plan"} <= set(dir(jaxmem))
 
 
+def test_type_checkers_see_the_type_of_each_public_name() -> None:
+    """An import of a lazy name of a package would be `Any` to them: each is imported from the module that has it."""
+    for node in ast.walk(tree("jaxmem")):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("jaxmem."):
+            defined = {
+                child.name for child in tree(node.module).body if isinstance(child, ast.ClassDef | ast.FunctionDef)
+            }
+            assert {alias.name for alias in node.names} <= defined, node.module
+
+
 def test_a_wrong_name_is_an_attribute_error() -> None:
     import jaxmem
 

@@ -10,7 +10,3 @@ waits while the arrays are read once on the device (checksums) and copied to the
 steps, which may donate the state. Restoring reads what each device needs, in chunks of at most `CHUNK`, directly to the
 requested sharding, so restoring on another mesh costs no more than on the same mesh.
 """
-
-from jaxmem.lazy import lazy_names
-
-__getattr__, __all__ = lazy_names(__name__, manager="Checkpoints", paths="move_aside", record="DamagedError")

@@ -19,7 +19,7 @@ from jax.tree_util import KeyPath
 from jaxmem.config.names import is_last_stack
 from jaxmem.config.networks import pipelined_layers
 from jaxmem.errors import UserError
-from jaxmem.pipeline import Pipeline
+from jaxmem.pipeline.stages import Pipeline
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import Axes, Role, is_axes, path_name
 from jaxmem.sharding.trees import replace_at

@@ -34,6 +34,6 @@ def doctor(as_json: Json = False) -> None:
 
 def schema() -> None:
     """Print the JSON schema of a config."""
-    from jaxmem.config import json_schema
+    from jaxmem.config.schema import json_schema
 
     show(json_schema())

@@ -23,7 +23,7 @@ from jaxmem.typing import JsonDict
 
 if TYPE_CHECKING:
     from jaxmem.config import Config
-    from jaxmem.planning import Plan
+    from jaxmem.planning.result import Plan
 
 
 def plan(
@@ -68,7 +68,7 @@ def plan(
         if png:
             report.write_figure(planned, png)
     if write:
-        from jaxmem.config import save_settings
+        from jaxmem.config.load import save_settings
 
         save_settings(cfg, write)
     if as_json:

@@ -10,13 +10,16 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxmem.errors import UserError
 from jaxmem.machine import devices
 from jaxmem.machine.terminal import say
+from jaxmem.typing import JsonDict
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from jaxmem.config import Config
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line breaks
@@ -25,8 +28,8 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line 
 def load(config: Path, overrides: list[str] | None, simulate: int | None, *, only_compile: bool = False) -> Config:
     """The config of a file or of a run's directory, which is checked before jax is imported. Also chooses its
     devices."""
-    from jaxmem.config import load_config
     from jaxmem.config.hub import is_gguf
+    from jaxmem.config.load import load_config
     from jaxmem.config.presets import preset_of
 
     is_run = (config / "config.yaml").is_file()
@@ -67,7 +70,7 @@ def joined(cfg: Config | None) -> Iterator[None]:
 
 def run_config(run: Path) -> Config | None:
     """The config of a run; None if there is no run, which the code that opens it reports."""
-    from jaxmem.config import load_config
+    from jaxmem.config.load import load_config
 
     file = run / "config.yaml"
     return load_config(file) if file.is_file() else None
@@ -88,14 +91,12 @@ def print_text(text: str) -> None:
         print(escaped, end="", flush=True)  # noqa: T201
 
 
-@contextlib.contextmanager
-def only_json(as_json: bool) -> Iterator[None]:
+def only_json(as_json: bool) -> contextlib.AbstractContextManager[object]:
     """A context for a command with --json: everything that the library prints goes to standard error."""
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        yield
+    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
 
 
-def show(result: Any) -> None:
+def show(result: RenderableType | JsonDict) -> None:
     """Prints a dict as JSON, and anything else through rich. A command to paste may be longer than a line."""
     if isinstance(result, dict):
         say(json.dumps(result, indent=2))

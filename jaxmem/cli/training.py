@@ -65,11 +65,11 @@ def tokenize(
     cfg = load(config, overrides, None)
     from rich.progress import Progress
 
-    from jaxmem import data
+    from jaxmem.data.cache import tokenize
     from jaxmem.machine.console import Console
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("records")
-        written = data.tokenize(cfg, output, lambda done, total: progress.update(task, completed=done, total=total))
+        written = tokenize(cfg, output, lambda done, total: progress.update(task, completed=done, total=total))
     say(f"{output}: {written['tokens']:,} tokens from {written['records']:,} records")
     say(f"train on it with: data.source=tokens data.path={output}")

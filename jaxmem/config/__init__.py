@@ -1,6 +1,6 @@
 """The config of a run: its sections, and how they are loaded and checked. Imports no jax.
 
-The modules that load, check and describe the sections are imported at their first use.
+The module that loads and saves them is imported at its first use.
 """
 
 from jaxmem.config.adapter import LOW_RANK, Adapter
@@ -33,18 +33,10 @@ from jaxmem.config.sections import (
 )
 from jaxmem.lazy import lazy_names
 
-__getattr__, _ = lazy_names(
-    __name__,
-    check="check",
-    devices="for_devices",
-    schema="json_schema",
-    load="load_config save_config save_settings",
-    presets="PRESETS",
-)
+__getattr__, _ = lazy_names(__name__, load="load_config save_config save_settings")
 __all__ = [
     "LOW_RANK",
     "MESH_AXES",
-    "PRESETS",
     "Adapter",
     "Batch",
     "Checkpoint",
@@ -72,9 +64,6 @@ __all__ = [
     "Train",
     "UserModel",
     "Vit",
-    "check",
-    "for_devices",
-    "json_schema",
     "load_config",
     "save_config",
     "save_settings",

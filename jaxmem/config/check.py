@@ -172,18 +172,13 @@ def _mesh(cfg: Config) -> Iterator[str]:
     for axis, size in axes.items():
         if size < 1 and size != -1:
             yield f"mesh.{axis}={size} must be at least 1; use mesh.{axis}=1, or -1 for all remaining devices"
-    if cfg.mesh.context != 1 and isinstance(cfg.model, Decoder):
-        yield from _context(cfg, cfg.model)
+    is_ring = cfg.mesh.context != 1 and cfg.mesh.context_method == "ring"
+    if is_ring and isinstance(cfg.model, Decoder) and (what := unsupported_by_ring(cfg.model, cfg.mesh)):
+        use = "mesh.context_method=ulysses" + " or mesh.stage=1" * (cfg.mesh.stage != 1)
+        yield unsupported("mesh.context_method=ring", what, use)
     unset = [f"mesh.{axis}=-1" for axis, size in axes.items() if size == -1]
     if len(unset) > 1:
         yield f"{' and '.join(unset)} are both set; use -1 for one axis only"
-
-
-def _context(cfg: Config, model: Decoder) -> Iterator[str]:
-    what = unsupported_by_ring(model, cfg.mesh)
-    if cfg.mesh.context_method == "ring" and what:
-        use = "mesh.context_method=ulysses" + " or mesh.stage=1" * (cfg.mesh.stage != 1)
-        yield unsupported("mesh.context_method=ring", what, use)
 
 
 def _rules(cfg: Config) -> Iterator[str]:

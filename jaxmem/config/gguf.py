@@ -5,12 +5,14 @@ of the cache, next to a link to the file. Each command uses this directory like 
 the tensors.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +22,9 @@ from jaxmem.config.hf_values import Size, UnsupportedError, read
 from jaxmem.errors import UserError, one_line
 from jaxmem.machine.files import atomic_directory
 from jaxmem.typing import JsonDict, JsonView
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
 
 FILE = "model.gguf"  # name of the link in the directory
 FORMAT = "3"  # changes if the same file results in another directory
@@ -115,7 +120,7 @@ SOFTMAX = 1  # in `expert_gating_func`
 class GgufTensor:
     """A tensor of a file. `data`: its bytes or values, memory mapped, with the rows of the tensor."""
 
-    kind: Any  # gguf.GGMLQuantizationType
+    kind: GGMLQuantizationType
     shape: tuple[int, ...]
     data: np.ndarray
 

@@ -6,11 +6,12 @@ llama.cpp has two kinds of BPE: byte-level (`gpt2`), with merges and the name of
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 from jaxmem.config.hf_values import UnsupportedError
 from jaxmem.typing import JsonDict, JsonView
 
+Item = TypeVar("Item")
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)  # types of tokens
 MAX_TOKENS = 1 << 20  # limits what a damaged file can make of a vocabulary
 MAX_TOKEN_LENGTH = 512  # characters; the longest tokens of usual vocabularies are 128 spaces
@@ -168,7 +169,7 @@ def _sentencepiece(metadata: JsonView, vocabulary: Mapping[str, int], types: Seq
     }
 
 
-def _bpe(vocabulary: Mapping[str, int], merges: Sequence[Sequence[str]], **options: Any) -> JsonDict:
+def _bpe(vocabulary: Mapping[str, int], merges: Sequence[Sequence[str]], **options: object) -> JsonDict:
     defaults = {
         "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
         "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
@@ -220,7 +221,7 @@ def tokenizer_config(metadata: JsonView) -> JsonDict:
     return settings | ({"chat_template": template} if isinstance(template, str) else {})
 
 
-def _list_of(metadata: JsonView, name: str, kind: type, default: list[Any] | None = None) -> list[Any]:
+def _list_of(metadata: JsonView, name: str, kind: type[Item], default: list[Item] | None = None) -> list[Item]:
     values = metadata.get(f"tokenizer.ggml.{name}", default)
     if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
         raise UnsupportedError(f"tokenizer.ggml.{name} must be a list of {kind.__name__}; use a file with a tokenizer")

@@ -46,7 +46,7 @@ class HfFamily:
     # Tensors of files that contain several weights (`hf_modules`): matrices one after the other, or interleaved.
     fused: Mapping[str, Fused] = field(default_factory=dict)
     has_mxfp4: bool = False  # whether files may have experts in MXFP4
-    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # keys of this class with one supported value
+    only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)  # keys of this class with one supported value
     has_partial_rope: bool = False  # whether `partial_rotary_factor` has an effect
     longrope: tuple[str, ...] = ()  # other names of `rope_type: longrope`
     experts: tuple[str, str] | None = None  # the keys of the number of experts, and of their hidden width
@@ -64,7 +64,7 @@ class HfFamily:
         known |= {"decoder_sparse_step", "mlp_only_layers"} if self.has_dense_layers else set()
         return known if self.shared is None else known | {self.shared}
 
-    def without_user(self, fixed: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+    def without_user(self, fixed: Mapping[str, tuple[object, ...]]) -> dict[str, tuple[object, ...]]:
         """Keys with one supported value, except for those that this architecture supports."""
         return {key: values for key, values in fixed.items() if key not in self.understood}
 
@@ -155,7 +155,7 @@ class HfFamily:
         return settings if self.renormalize else settings | {"norm_topk_prob": experts.renormalize}
 
     @property
-    def fixed(self) -> dict[str, tuple[Any, ...]]:
+    def fixed(self) -> dict[str, tuple[object, ...]]:
         """Keys with a single supported value."""
         only = ACTIVATIONS[self.fields.get("activation", "silu")]
         return {self.activation: (only,), "hidden_act": (only,), **self.only}

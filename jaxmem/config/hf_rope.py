@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from jaxmem.config.hf_families import WINDOWS, HfFamily
 from jaxmem.config.hf_values import Number, Size, UnsupportedError, check_keys, read
@@ -13,7 +12,7 @@ ORIGINAL_LENGTH = "original_max_position_embeddings"
 # Scalings of rotary positions, with the fields of `model.rope` that each has besides `factor`: key and default.
 _OPTIONAL = {name: (name, None) for name in ("attention_factor", "mscale", "mscale_all_dim")}
 _SCORES = {"mscale_all_dim": ("mscale_all_dim", None)}  # its factor on scores of latent attention is in every scaling
-ROPE: dict[str, dict[str, tuple[str, Any]]] = {
+ROPE: dict[str, dict[str, tuple[str, object]]] = {
     "default": {},
     "linear": {**_SCORES},
     "llama3": {"low_frequency": ("low_freq_factor", None), "high_frequency": ("high_freq_factor", None), **_SCORES},
@@ -32,7 +31,7 @@ ROPE: dict[str, dict[str, tuple[str, Any]]] = {
 }
 _KINDS: JsonDict = {"truncate": bool, "short_factors": list[Number], "long_factors": list[Number]}
 _KINDS |= dict.fromkeys(_OPTIONAL, Number | None)  # types of values; others are numbers
-FIXED_ROPE: dict[str, tuple[Any, ...]] = {
+FIXED_ROPE: dict[str, tuple[object, ...]] = {
     "partial_rotary_factor": (1.0, None),
     "mscale": (None,),
     "mscale_all_dim": (None,),

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -19,6 +19,9 @@ MAX_BYTES = 16 << 20  # a limit above the size of all such files, since the cont
 Size = Count
 Quantity = Annotated[int, Field(ge=1, le=10_000)]  # a limit on the number of layers or experts
 Number = Annotated[float, Field(gt=0, lt=1e300)]
+
+
+TypeForm: TypeAlias = Any  # a type that pydantic checks, also Annotated, Literal or a union
 
 
 class UnsupportedError(Exception):
@@ -43,7 +46,7 @@ def read_json(file: Path) -> JsonDict:
 def check_keys(
     settings: JsonView,
     understood: Collection[str],
-    fixed: Mapping[str, tuple[Any, ...]],
+    fixed: Mapping[str, tuple[object, ...]],
     without_effect: Collection[str] = (),
     section: str = "",
 ) -> None:
@@ -61,11 +64,11 @@ def check_keys(
 
 
 @functools.cache  # compiling an adapter is slow, and a search checks thousands of configs
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def _adapter(kind: TypeForm) -> TypeAdapter[Any]:
     return TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
-def read(settings: JsonView, key: str, kind: Any, default: Any = None) -> Any:
+def read(settings: JsonView, key: str, kind: TypeForm, default: object = None) -> Any:
     """The value of a key, which pydantic checks to be of a type; the default if the key is absent or null."""
     value = settings.get(key)
     value = default if value is None else value

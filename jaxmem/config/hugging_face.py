@@ -5,7 +5,7 @@ with another scaling of rotary positions, or another kind of layer or activation
 """
 
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, get_args
 
 from pydantic import Field
 
@@ -31,7 +31,7 @@ _OPTIONS = (
     "sliding_rope", "latent",
 )  # fmt: skip
 # Settings that change the outputs of a model, and the values that `Decoder` supports.
-FIXED: dict[str, tuple[Any, ...]] = {
+FIXED: dict[str, tuple[object, ...]] = {
     "partial_rotary_factor": (1.0, None),
     "attention_dropout": (0.0, None),
     "dtype": (*DTYPES, None),

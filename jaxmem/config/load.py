@@ -6,7 +6,7 @@ are read as in YAML 1.2, so that `1e-3` is a number and `no` is text.
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class YamlLoader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}  # noqa: RUF012, filled below
     depth = 0
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()
         if event.anchor is not None:
             raise yaml.MarkedYAMLError(
@@ -62,7 +62,7 @@ class YamlLoader(yaml.SafeLoader):
         self.depth -= 1
         return node
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
         for key, _ in node.value:
             if not isinstance(self.construct_object(key, deep=True), str):

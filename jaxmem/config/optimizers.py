@@ -5,10 +5,10 @@ optimizer, a function with its name, and is imported when the optimizer is used.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from functools import cached_property
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -85,20 +85,16 @@ class QGaLoreSettings(GaLoreSettings):
     similarity: float = 0.4
 
 
-class Entry(NamedTuple):
+@dataclass(frozen=True)
+class Entry:
     settings: type
     implementation: str | Callable[..., Any]  # module:function in jaxmem.optim.rules, or the function
     summary: str  # the method, and bytes of state per parameter
 
-    @property
+    @cached_property  # a search checks thousands of configs
     def fields(self) -> JsonDict:
         """The hyperparameters and their defaults."""
-        return _fields(self.settings)
-
-
-@functools.cache  # a search checks thousands of configs
-def _fields(settings: type) -> JsonDict:
-    return {field.name: field.default for field in dataclasses.fields(settings)}
+        return {field.name: field.default for field in dataclasses.fields(self.settings)}
 
 
 OPTIMIZERS = {
@@ -162,7 +158,7 @@ class Optimizer(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_defaults(cls, fields: Any) -> Any:
+    def _with_defaults(cls, fields: object) -> object:
         """Adds the defaults of the named optimizer."""
         if not isinstance(fields, dict):
             return fields

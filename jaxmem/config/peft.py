@@ -8,13 +8,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from jaxmem.config.base import Fraction
 from jaxmem.config.hf_modules import EXPERT, MODULES, HfModule, match_names, modules_of, select_names
-from jaxmem.config.hf_values import Number, Size, UnsupportedError, check_keys, read, read_json
+from jaxmem.config.hf_values import Number, Size, TypeForm, UnsupportedError, check_keys, read, read_json
 from jaxmem.config.networks import Decoder
 from jaxmem.errors import UserError, abridge, nearest, one_of
 from jaxmem.typing import JsonDict, JsonView
@@ -27,7 +26,7 @@ COMMON = (
 )  # fmt: skip
 FROM_BASE = ("pissa", "olora", "corda")  # initializations from the base weights, which they change
 # Settings that change the outputs of an adapter, and the values that are supported.
-FIXED: dict[str, tuple[Any, ...]] = {
+FIXED: dict[str, tuple[object, ...]] = {
     "fan_in_fan_out": (False, None),
     "bias": ("none", "all", "lora_only"),
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
@@ -61,7 +60,7 @@ def adapter_fields(directory: str | Path, model: Decoder) -> tuple[JsonDict, lis
         kind = settings.get("peft_type", "LORA")
         if kind not in KINDS:  # the kind decides which keys are known
             raise UnsupportedError(f"peft_type={json.dumps(kind)} is not supported; expected {one_of(KINDS)}")
-        return _prompt_fields(settings) if is_prompt(directory) else _low_rank_fields(directory, settings, model)
+        return _prompt_fields(settings) if kind == "PROMPT_TUNING" else _low_rank_fields(directory, settings, model)
     except UnsupportedError as error:
         raise UserError(f"{file}: {error}") from None
 
@@ -132,7 +131,7 @@ def _has_experts(directory: str | Path) -> bool:
         raise UserError(f"{file}: cannot be read: {error}") from error
 
 
-def _by_pattern(values: Mapping[HfModule, Any], modules: Iterable[HfModule]) -> JsonDict:
+def _by_pattern(values: Mapping[HfModule, float], modules: Iterable[HfModule]) -> JsonDict:
     """{pattern of layers: value}, with one pattern for all layers of a stack or for each run of layers of equal
     value."""
     by_pattern = {}
@@ -202,7 +201,7 @@ def _saved_modules(settings: JsonView, modules: Sequence[HfModule], model: Decod
     return matching
 
 
-def _by_module(settings: JsonView, key: str, kind: Any, modules: Sequence[HfModule]) -> JsonDict:
+def _by_module(settings: JsonView, key: str, kind: TypeForm, modules: Sequence[HfModule]) -> JsonDict:
     """The value of each module in `rank_pattern` or `alpha_pattern`: that of the first regex that matches the end of
     its name."""
     patterns = read(settings, key, dict[str, kind], {})

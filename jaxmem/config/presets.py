@@ -1,7 +1,7 @@
 """The decoders that `model.preset` names: the fields of `model` of each, from `presets.yaml`."""
 
 import re
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from jaxmem.config.base import read_table
 from jaxmem.errors import UserError, nearest
@@ -10,7 +10,7 @@ from jaxmem.typing import JsonDict
 _TABLE = read_table("presets")
 
 
-def _fields(shape: list[int], **others: Any) -> JsonDict:
+def _fields(shape: list[int], **others: object) -> JsonDict:
     return {**dict(zip(_TABLE["shape"], shape, strict=True)), **others}
 
 

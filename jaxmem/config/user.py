@@ -9,11 +9,17 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
 from jaxmem.errors import UserError
 from jaxmem.typing import JsonDict, JsonView
 
+if TYPE_CHECKING:  # importing the config imports no jax
+    import jax
+    import optax
+    from flax import nnx
+
+Loss: TypeAlias = "jax.Array | tuple[jax.Array, Mapping[str, jax.Array]]"  # of a micro-batch, and metrics
 AxesByPattern = Mapping[str, tuple[str | None, ...]]  # pattern of names of weights -> logical axes
 UserData = Iterable[JsonView]
 
@@ -29,12 +35,12 @@ class ModelParts(TypedDict, total=False):
     floating-point arrays, also targets, in the compute dtype.
     """
 
-    model: Callable[..., Any] | None
-    network: Callable[..., Any] | None
+    model: Callable[..., nnx.Module] | None
+    network: Callable[..., nnx.Module] | None
     axes: AxesByPattern | None
     layers: str | Sequence[str] | None
-    loss: Callable[..., Any] | None
-    loss_with_keys: Callable[..., Any] | None
+    loss: Callable[..., Loss] | None
+    loss_with_keys: Callable[..., Loss] | None
 
 
 class Parts(ModelParts, total=False):
@@ -47,22 +53,22 @@ class Parts(ModelParts, total=False):
 
     data: UserData | None
     held_out: UserData | None
-    optimizer: Any
+    optimizer: optax.GradientTransformation | None
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, like functions: traces of a config are cached
 class UserObjects:
     """The parts that a script passed; None: the config describes this part."""
 
-    model: Callable[..., Any] | None = None
-    network: Callable[..., Any] | None = None
+    model: Callable[..., nnx.Module] | None = None
+    network: Callable[..., nnx.Module] | None = None
     axes: AxesByPattern | None = None
     layers: tuple[str, ...] = ()
-    loss: Callable[..., Any] | None = None
-    loss_with_keys: Callable[..., Any] | None = None
+    loss: Callable[..., Loss] | None = None
+    loss_with_keys: Callable[..., Loss] | None = None
     data: UserBatches | None = None
     held_out: UserBatches | None = None
-    optimizer: Any = None
+    optimizer: optax.GradientTransformation | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -87,7 +93,7 @@ class UserBatches:
         self.argument = argument
 
     @cached_property
-    def _started(self) -> tuple[JsonDict, Iterator[Any]]:
+    def _started(self) -> tuple[JsonDict, Iterator[JsonView]]:
         batches = iter(self.source)
         first = next(batches, None)
         if first is None:
@@ -103,10 +109,10 @@ class UserBatches:
         """Whether the iterable can be read again from its beginning."""
         return iter(self.source) is not self.source
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[JsonView]:
         return iter(self.source) if self.repeats else self._started[1]
 
-    def arrays(self, batch: Any) -> JsonDict:
+    def arrays(self, batch: object) -> JsonDict:
         """The arrays of a batch."""
         if not isinstance(batch, Mapping) or not batch:
             given = "an empty dict" if isinstance(batch, Mapping) else type(batch).__name__

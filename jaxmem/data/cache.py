@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -48,7 +47,7 @@ class TokenCache(RecordSource):
         if self._ends[-1] != meta["tokens"]:
             raise UserError(f"{self.path}: damaged: ends.bin does not match tokens.bin; run jaxmem tokenize again")
 
-    def _map(self, name: str, dtype: np.dtype[Any], count: int) -> np.ndarray:
+    def _map(self, name: str, dtype: np.dtype, count: int) -> np.ndarray:
         file = self.path / name
         size = file.stat().st_size if file.is_file() else 0
         if not size or size != count * dtype.itemsize:
@@ -66,7 +65,7 @@ class TokenCache(RecordSource):
         return [Document(np.asarray(self._tokens[start:end], np.int32))]
 
 
-def _dtype(vocab_size: int) -> np.dtype[Any]:
+def _dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
@@ -95,13 +94,9 @@ def tokenize(
     if len(sources_of(cfg.data)) > 1:
         raise UserError("jaxmem tokenize does not support data.mixture; tokenize each source, and mix the caches")
     [source] = sources_of(cfg.data)
-    if source.kind.contents in ("chat", "pairs"):
+    if source.kind.contents != "text":
         texts = one_of(name for name, kind in SOURCES.items() if kind.contents == "text")
         raise UserError(f"jaxmem tokenize does not support data.source={source.source}; use {texts}")
-    if source.kind.contents != "text":
-        raise UserError(
-            f"jaxmem tokenize does not support data.source={source.source}; use text, jsonl, parquet or arrow"
-        )
     tokenizer = tokenizer_for(cfg.data.tokenizer)
     records = open_source(source, cfg.data, tokenizer)
     assert isinstance(records, TokenizedText)
@@ -122,7 +117,7 @@ def tokenize(
 
 
 def _write(
-    records: TokenizedText, place: Path, dtype: np.dtype[Any], progress: Callable[[int, int], None] | None
+    records: TokenizedText, place: Path, dtype: np.dtype, progress: Callable[[int, int], None] | None
 ) -> dict[str, int]:
     """Writes the tokens of all records, and returns the numbers of records and tokens."""
     count = {"records": 0, "tokens": 0}

@@ -42,7 +42,7 @@ class ChatRecords(JsonRecords):
 
     def documents(self, index: int) -> Sequence[Document]:
         nothing = [EMPTY] * self.documents_per_record
-        documents = self.read_valid(index, lambda index: self.parse(self.record(index)))
+        documents = self.read_valid(index, lambda index: self.parse(self.rows.record(index)))
         if documents is None:
             return nothing
         length = self.data.sequence_length

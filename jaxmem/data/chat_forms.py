@@ -166,7 +166,7 @@ def _part(part: object) -> str:
     return string_value(part.get("text"), "text")
 
 
-def _calls(calls: Any) -> list[JsonDict]:
+def _calls(calls: object) -> list[JsonDict]:
     """Tool calls with their arguments as objects, as templates expect them; OpenAI writes these as text."""
     if not isinstance(calls, list):
         raise InvalidRecordError("tool_calls must be a list")

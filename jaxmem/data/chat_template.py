@@ -97,8 +97,7 @@ def _reply_to(request: JsonView) -> JsonDict | None:
             _process.cache_clear()  # the next request starts another process
             _end(process)
             return None
-        reply: JsonDict = json.loads(line)
-        return reply
+        return json.loads(line)
 
 
 @cache

@@ -40,9 +40,10 @@ class ColumnRows:
             names = ", ".join(split.name for split in splits)
             raise UserError(f"{splits[0].parent}: contains the splits {names}; set data.path to one, e.g. {splits[0]}")
         self._opened = lru_cache(MAX_DECODED_ROW_GROUPS)(self._open)
-        opened = [(file, group, rows) for file in range(len(paths)) for group, rows in enumerate(self._lengths(file))]
-        self._groups = [(file, group) for file, group, rows in opened if rows]
-        self.blocks = np.array([rows for _, _, rows in opened if rows], np.int64)
+        lengths = [self._read(file, lambda opened: opened.lengths) for file in range(len(paths))]
+        groups = [(file, group, rows) for file, of_file in enumerate(lengths) for group, rows in enumerate(of_file)]
+        self._groups = [(file, group) for file, group, rows in groups if rows]
+        self.blocks = np.array([rows for _, _, rows in groups if rows], np.int64)
         if not self._groups:
             raise EmptyDataError(paths)
         self._ends = np.cumsum(self.blocks)
@@ -63,8 +64,7 @@ class ColumnRows:
             values = {name: table.column(name)[0].as_py() for name in table.schema.names}
         except UnicodeDecodeError as error:
             raise InvalidRecordError(f"a string is not UTF-8: {error}") from error
-        record: JsonDict = json.loads(json.dumps(values, default=str))
-        return record
+        return json.loads(json.dumps(values, default=str))
 
     def where(self, index: int) -> str:
         group, row = self._find(index)
@@ -78,11 +78,6 @@ class ColumnRows:
     def _find(self, index: int) -> tuple[int, int]:
         group = int(np.searchsorted(self._ends, index, side="right"))
         return group, index - int(self._ends[group] - self.blocks[group])
-
-    def _lengths(self, file: int) -> list[int]:
-        """The number of rows of each row group."""
-        lengths: list[int] = self._read(file, lambda opened: opened.lengths)
-        return lengths
 
     def _decode(self, group: int) -> Any:
         """The table of a row group."""
@@ -108,6 +103,8 @@ class ColumnRows:
         path = self._paths[file]
         columns = [self._field] if self._field else None
         opened = (_open_parquet if path.suffix.lower() == ".parquet" else _open_arrow)(path, columns)
+        if min(opened.lengths, default=0) < 0 or sum(opened.lengths) > sys.maxsize:
+            raise ValueError("it states impossible numbers of rows")
         if self._field is not None:
             if self._field not in opened.schema.names:
                 hint = nearest(self._field, opened.schema.names)
@@ -138,20 +135,15 @@ def _decoded(file: _RowGroups, group: int) -> Any:
             raise arrow.ArrowInvalid(
                 f"row group {group} needs more memory than the limit of {limit} when it is decoded"
             )
-        _validate(batch)
+        for column in batch.columns:  # refuses offsets and lengths outside of the buffers
+            column.view(_without_encoding(column.type)).validate(full=True)
         batches.append(batch)
     return arrow.Table.from_batches(batches, batches[0].schema if batches else file.schema)
 
 
-def _validate(batch: Any) -> None:
-    """Refuses offsets and lengths outside of the buffers. Strings are compared as bytes, because a string that is not
-    UTF-8 makes only its row invalid."""
-    for column in batch.columns:
-        column.view(_without_encoding(column.type)).validate(full=True)
-
-
 def _without_encoding(kind: Any) -> Any:
-    """A type with the same buffers, whose strings are binary."""
+    """A type with the same buffers, whose strings are binary, because a string that is not UTF-8 makes only its row
+    invalid."""
     arrow = _pyarrow()
     types = arrow.types
     if types.is_string(kind):
@@ -177,7 +169,6 @@ def _without_encoding(kind: Any) -> Any:
 def _open_parquet(path: Path, columns: list[str] | None) -> _RowGroups:
     file = _pyarrow().parquet.ParquetFile(path)
     lengths = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
-    _check_lengths(lengths)
     return _RowGroups(file.schema_arrow, lengths, lambda group: file.iter_batches(BATCH_ROWS, [group], columns))
 
 
@@ -190,13 +181,7 @@ def _open_arrow(path: Path, columns: list[str] | None) -> _RowGroups:
     reader = arrow.ipc.open_file(mapped) if has_index else arrow.ipc.open_stream(mapped)
     batches = reader.read_all().to_batches()
     lengths = [batch.num_rows for batch in batches]
-    _check_lengths(lengths)
     return _RowGroups(reader.schema, lengths, lambda group: [batches[group].select(columns or reader.schema.names)])
-
-
-def _check_lengths(lengths: Sequence[int]) -> None:
-    if min(lengths, default=0) < 0 or sum(lengths) > sys.maxsize:
-        raise ValueError("it states impossible numbers of rows")
 
 
 def _pyarrow() -> Any:

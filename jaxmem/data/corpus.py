@@ -19,7 +19,7 @@ from jaxmem.data.chat_forms import ANSWERS, LISTS
 from jaxmem.data.chat_template import template_for
 from jaxmem.data.files import file_size, find_files
 from jaxmem.data.jsonl import read_objects
-from jaxmem.data.records import Document, RecordSource
+from jaxmem.data.records import Document, RecordIndex, RecordSource
 from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.errors import UserError, results_of
 
@@ -36,7 +36,6 @@ class Corpus:
     def __init__(self, cfg: Config) -> None:
         self._cfg = cfg
         self._sections: Sequence[Source] = sources_of(cfg.data)
-        names = [source.source for source in self._sections]
         self.tokenizer = tokenizer_for(cfg.data.tokenizer)
         vocab = getattr(cfg.model, "vocab", 0)
         if vocab and self.tokenizer.vocab_size > vocab:
@@ -45,20 +44,19 @@ class Corpus:
                 f"model.vocab={vocab}; use model.vocab={self.tokenizer.vocab_size} or more"
             )
         opened = open_stream if cfg.data.streaming else open_source
-        opening: list[Callable[[], Any]] = [
+        calls: list[Callable[[], Any]] = [
             partial(opened, source, cfg.data, self.tokenizer) for source in self._sections
         ]
-        template: list[Callable[[], Any]] = []
-        if "chat" in names:
-            template.append(partial(template_for, self.tokenizer, cfg.data.chat_template))
-        self.sources: list[Any] = results_of([*opening, *template])[: len(opening)]
+        if any(source.source == "chat" for source in self._sections):
+            calls.append(partial(template_for, self.tokenizer, cfg.data.chat_template))
+        self.sources: list[Any] = results_of(calls)[: len(self._sections)]
         if not cfg.reads_text:
             from jaxmem.data.images import check_classes
 
-            check_classes(self.sources[0], cfg.model, cfg.objective, cfg.data)
+            check_classes(self.sources[0], cfg)
         self.references: np.ndarray | None = None  # reference log-probability of each answer, [pairs, 2]
 
-    def documents(self, source: int, record: Any) -> Sequence[Document]:
+    def documents(self, source: int, record: RecordIndex) -> Sequence[Document]:
         return self.sources[source].documents(record)
 
     @contextmanager
@@ -148,7 +146,7 @@ def fingerprint(cfg: Config) -> str:
     return digest.hexdigest()
 
 
-def _update(digest: Any, path: Path, size: int, *, completely: bool) -> None:
+def _update(digest: hashlib.blake2b, path: Path, size: int, *, completely: bool) -> None:
     try:
         with path.open("rb") as file:
             if completely:
@@ -203,5 +201,4 @@ def source_of(path: str) -> str:
 def _reader(source: Source) -> type[RecordSource]:
     """The class that reads a source. Its module is imported when it is used."""
     module, _, name = source.kind.reader.partition(":")
-    reader: type[RecordSource] = getattr(importlib.import_module(f"jaxmem.data.{module}"), name)
-    return reader
+    return getattr(importlib.import_module(f"jaxmem.data.{module}"), name)

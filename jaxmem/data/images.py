@@ -1,18 +1,18 @@
 """Batches of images, and images in a directory of classes: PATH/CLASS/*.png. Each image is one record and one row of a
 batch; `mask` is 0 for rows without an image at the end of a split."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxmem.config.networks import Model
-from jaxmem.config.sections import Config, Data, Objective
+from jaxmem.config.sections import Config, Data, Source
 from jaxmem.data.packing import Batch, Position, Rows
 from jaxmem.data.record_order import RecordOrder
 from jaxmem.data.records import RecordSource
+from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError, abridge, one_of
 from jaxmem.step.batches import batch_spec
 
@@ -45,9 +45,9 @@ class ImageFolder(ImageSource):
     """Image files below `data.path`. The class of an image is the name of its directory; classes are in the order of
     their names. Images are scaled to the shorter side and cropped at the center."""
 
-    def __init__(self, files: list[Path], *settings: Any) -> None:
-        super().__init__(files, *settings)
-        names = [file.parent.name for file in files]
+    def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
+        super().__init__(paths, source, data, tokenizer)
+        names = [path.parent.name for path in paths]
         self.classes = sorted(set(names))
         self.labels = np.searchsorted(self.classes, names)
 
@@ -78,19 +78,19 @@ def read_image(path: Path, form: ImageForm) -> np.ndarray:
     return np.asarray(fitted, np.float32).reshape(form.size, form.size, form.channels) / 255
 
 
-def check_classes(source: RecordSource, model: Model, objective: Objective, data: Data) -> None:
+def check_classes(source: RecordSource, cfg: Config) -> None:
     """Refuses a directory whose number of classes is not the number of outputs of the model."""
     if not isinstance(source, ImageFolder):
         return
+    objective = cfg.objective.name
+    outputs = getattr(cfg.model, "outputs", None)
     count = len(source.classes)
-    wanted = getattr(model, "outputs", None)
-    if objective.name == "binary":
-        wanted = 2
+    wanted = 2 if objective == "binary" else outputs
     if wanted is not None and count != wanted:
-        use = "two directories" if objective.name == "binary" else f"model.outputs={count}"
+        use = "two directories" if objective == "binary" else f"model.outputs={count}"
         raise UserError(
-            f"data.path={data.path}: {count} classes ({abridge(source.classes)}), but {objective.name} with "
-            f"model.outputs={getattr(model, 'outputs', 1)} requires {wanted}; use {use}"
+            f"data.path={cfg.data.path}: {count} classes ({abridge(source.classes)}), but {objective} with "
+            f"model.outputs={outputs or 1} requires {wanted}; use {use}"
         )
 
 

@@ -64,19 +64,17 @@ class Lines:
 class JsonRecords(RecordSource):
     """Records that are objects: lines of JSON, or rows of Parquet and Arrow files."""
 
-    field: str | None = None  # the only column that is read; None: all columns
+    reads_field = False  # whether only the column `source.field` is read
 
     def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
         super().__init__(paths, source, data, tokenizer)
+        field = source.field if self.reads_field else None
         is_columns = paths[0].suffix.lower() in COLUMNS or source.source in ("parquet", "arrow")
-        self.rows: Lines | ColumnRows = ColumnRows(paths, self.field) if is_columns else Lines(paths)
+        self.rows: Lines | ColumnRows = ColumnRows(paths, field) if is_columns else Lines(paths)
         self.blocks = self.rows.blocks
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def record(self, index: int) -> JsonDict:
-        return self.rows.record(index)
 
     def where(self, index: int) -> str:
         return self.rows.where(index)
@@ -88,13 +86,11 @@ class JsonRecords(RecordSource):
 class JsonTexts(JsonRecords, TokenizedText):
     """The documents at one key of the records."""
 
-    def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
-        self.field = source.field
-        super().__init__(paths, source, data, tokenizer)
+    reads_field = True
 
     def piece(self, index: int) -> DocumentPiece:
         key = self.source.field
-        record = self.record(index)
+        record = self.rows.record(index)
         if key not in record:
             keys = ", ".join(list(record)[:8])
             raise InvalidRecordError(f"data.field={key} is not a key of the record; expected one of {keys}")

@@ -17,14 +17,13 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
-from typing import Any, Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 
 from jaxmem.config.sections import Config
 from jaxmem.data.corpus import Corpus, Split
 from jaxmem.data.packing import Batch, OrderedRecords, Rows, RowStream, TextRows
-from jaxmem.data.record_order import RecordOrder
 from jaxmem.data.records import Document
 from jaxmem.errors import UserError
 from jaxmem.typing import JsonDict
@@ -32,6 +31,7 @@ from jaxmem.typing import JsonDict
 BUILT_AHEAD = 2  # batches, in addition to the one being built
 
 State = JsonDict  # a position in the data, for JSON
+Value = TypeVar("Value", int, tuple[int, int])
 RowNumber = TypeVar("RowNumber", int, np.ndarray)
 
 
@@ -117,7 +117,11 @@ class Loader(AbstractContextManager["Loader"]):
         micro_batches = np.arange(self._cfg.batch.accumulate)[:, None]
         rows = micro_batches * self._columns + self._rows  # [accumulate, rows of this process]
         if not self._cfg.reads_text:
-            return self._image_rows(rows)
+            from jaxmem.data.images import ImageRows
+
+            [images] = self.corpus.sources
+            order = self.corpus.order(self._split)
+            return ImageRows(self._cfg, images, order, rows, self._records_to_read(len(order)))
         shards = self._shards or Shards(1, self._columns)
         records = self._records(shards.count, np.unique(shards.shard_of(rows)).tolist())
         stride = self._cfg.batch.global_size // shards.count
@@ -128,23 +132,23 @@ class Loader(AbstractContextManager["Loader"]):
         ]
         return TextRows(streams, rows, data.sequence_length)
 
-    def _image_rows(self, rows: np.ndarray) -> Rows:
-        from jaxmem.data.images import ImageRows
-
-        [images] = self.corpus.sources
-        order = self.corpus.order(self._split)
-        return ImageRows(self._cfg, images, order, rows, self._records_to_read(len(order)))
-
     def _records(self, count: int, shards: Sequence[int]) -> dict[int, OrderedRecords]:
         """The records of some of `count` shards of the files, by the number of the shard."""
         cfg = self._cfg
+        corpus = self.corpus
         if self._shards is None:
-            order = self.corpus.order(self._split)
+            order = corpus.order(self._split)
             total = self._records_to_read(len(order))
-            return {0: _ordered(self.corpus, order, total, has_references=cfg.objective.name == "dpo")}
-        for stream in self.corpus.sources:
+            records = OrderedRecords(
+                documents=lambda place: corpus.documents(*order[place]),
+                has=lambda place: place < total,
+                per_record=corpus.sources[0].documents_per_record,
+                references=(lambda place: corpus.reference(order[place][1])) if cfg.objective.name == "dpo" else None,
+            )
+            return {0: records}
+        for stream in corpus.sources:
             stream.used.clear()
-        return {shard: _streamed(cfg, self.corpus, (shard, count)) for shard in shards}
+        return {shard: _streamed(cfg, corpus, (shard, count)) for shard in shards}
 
     def _records_to_read(self, records: int) -> int:
         """The number of records until the split ends. `records`: of one epoch."""
@@ -231,16 +235,6 @@ def _close(batches: list[Batches]) -> None:
         batches.pop().close()
 
 
-def _ordered(corpus: Corpus, order: RecordOrder, total: int, *, has_references: bool) -> OrderedRecords:
-    """The first `total` records of an order."""
-    return OrderedRecords(
-        documents=lambda place: corpus.documents(*order[place]),
-        has=lambda place: place < total,
-        per_record=corpus.sources[0].documents_per_record,
-        references=(lambda place: corpus.reference(order[place][1])) if has_references else None,
-    )
-
-
 def _streamed(cfg: Config, corpus: Corpus, shard: tuple[int, int]) -> OrderedRecords:
     """The records of a shard of the files."""
     from jaxmem.data.streaming import StreamOrder
@@ -292,7 +286,7 @@ def _merged_rows(states: Sequence[State], size: int) -> list[list[int]]:
     return [rows[row] for row in range(size)]
 
 
-def _common(values: Iterable[Any], what: str) -> Any:
+def _common(values: Iterable[Value], what: str) -> Value:
     """The value that all processes have."""
     different = sorted(set(values))
     if len(different) != 1:

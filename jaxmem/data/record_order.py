@@ -6,15 +6,20 @@ so that a position is one number and each row of a batch has its own position. E
 mixture) state the reason. Changing an order would change runs that resume.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from jaxmem.errors import UserError
+
+if TYPE_CHECKING:
+    import grain
 
 Record = tuple[int, int]  # source, record of it
 
@@ -198,7 +203,7 @@ def training_order(
     held_out: float,
     seed: int,
     shuffle: bool,
-) -> Any:
+) -> grain.MapDataset[Record]:
     """An endless grain MapDataset of (source, record); its length is an epoch.
 
     Args:
@@ -228,7 +233,7 @@ def training_order(
     return _mixture(parts, weights)
 
 
-def held_out_order(counts: Sequence[int], weights: Sequence[float], *, held_out: float) -> Any:
+def held_out_order(counts: Sequence[int], weights: Sequence[float], *, held_out: float) -> grain.MapDataset[Record]:
     """A grain MapDataset of the held-out records, each once."""
     import grain
 
@@ -238,7 +243,7 @@ def held_out_order(counts: Sequence[int], weights: Sequence[float], *, held_out:
     return _mixture([grain.MapDataset.source(part) for part in parts], weights)
 
 
-def _mixture(parts: list[Any], weights: Sequence[float]) -> Any:
+def _mixture(parts: Sequence[grain.MapDataset[Record]], weights: Sequence[float]) -> grain.MapDataset[Record]:
     import grain
 
     if len(parts) == 1:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError
 
 Result = TypeVar("Result")
+RecordIndex: TypeAlias = Any  # the number of a record; of files that are streamed: (file, number)
 
 
 class InvalidRecordError(UserError):
@@ -85,7 +86,7 @@ class RecordSource:
     def __len__(self) -> int:
         raise NotImplementedError
 
-    def head(self, count: int) -> Sequence[Any]:
+    def head(self, count: int) -> Sequence[RecordIndex]:
         """The first records."""
         return range(min(count, len(self)))
 

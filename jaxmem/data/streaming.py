@@ -18,7 +18,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from jaxmem.config.hub import DatasetFiles
 from jaxmem.config.sections import Data, Source
@@ -54,7 +53,7 @@ class StreamedFiles(RecordSource):
         self.used: dict[tuple[int, int], set[int]] = {}  # the files that each shard still needs
         self.held_out: set[int] = set()  # the files that evaluation needs
         self._opened: dict[int, RecordSource | None] = {}  # None: the file has no records
-        self._orders: dict[int, Any] = {}
+        self._orders: dict[int, RecordOrder] = {}
         self._fetched: dict[int, Future[Path]] = {}
         self._lock = threading.RLock()
         self._fetcher = ThreadPoolExecutor(1, "fetch")
@@ -101,12 +100,13 @@ class StreamedFiles(RecordSource):
                     self._opened[file] = None
             return self._opened[file]
 
-    def training_order(self, file: int, seed: int) -> Any:
-        """The training records of a file in their order; empty if the file has none."""
+    def training_order(self, file: int, seed: int) -> RecordOrder | Sequence[FileRecord]:
+        """The training records of a file in their order; empty if the file has none. `seed`: of all files."""
         with self._lock:
             opened = self.open(file)
             if opened is not None and file not in self._orders:
                 held_out = self.data.held_out if file == 0 else 0.0
+                seed = mix_seed(seed, file)
                 self._orders[file] = training_order(
                     [len(opened)], [1.0], [opened.blocks], held_out=held_out, seed=seed, shuffle=self.data.shuffle
                 )
@@ -163,9 +163,6 @@ class FileOrder:
     def _visit(self, place: int) -> int:
         return bisect_right(self._starts, place) - 1
 
-    def _training_order(self, file: int) -> Any:
-        return self._files.training_order(file, mix_seed(self._seed, file))
-
     def find(self, place: int) -> FileRecord | None:
         while self._starts[-1] <= place:
             visit = len(self._starts) - 1
@@ -180,14 +177,14 @@ class FileOrder:
             if self._epochs is None or visit + 1 < self._epochs * self._per_epoch:
                 self._files.fetch(self._file(visit + 1))
         file = self._file(visit)
-        order = self._training_order(file)
+        order = self._files.training_order(file, self._seed)
         _, record = order[visit // self._per_epoch * len(order) + place - self._starts[visit]]
         return file, record
 
     def _length(self, visit: int) -> int:
         file = self._file(visit)
         if file not in self._files.lengths:
-            self._files.lengths[file] = len(self._training_order(file))
+            self._files.lengths[file] = len(self._files.training_order(file, self._seed))
         return self._files.lengths[file]
 
     def release(self, place: int) -> None:

@@ -15,11 +15,13 @@ import json
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Environment, Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxmem.typing import JsonDict
@@ -38,17 +40,17 @@ class Generation(Extension):
     tags = {"generation"}  # noqa: RUF012
     environment: Any
 
-    def __init__(self, environment: Any) -> None:
+    def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
         environment.extend(marks=None, written=[])  # marks: a list if the template has such a block
 
-    def parse(self, parser: Any) -> Any:
+    def parse(self, parser: Parser) -> nodes.Node:
         self.environment.marks = []
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
-    def _mark(self, caller: Any) -> str:
+    def _mark(self, caller: Callable[[], str]) -> str:
         start = sum(len(part) for part in self.environment.written)
         text = caller()
         self.environment.marks.append((start, start + len(text)))
@@ -90,7 +92,7 @@ def _to_json(
     value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
-    separators: Any = None,
+    separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -4,6 +4,8 @@ A document is encoded as [begin tokens of the tokenizer, e.g. Llama's <|begin_of
 end-of-document token]. Special tokens written out in a text are plain text: no document can end itself or forge a turn.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import math
@@ -13,7 +15,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -21,6 +23,9 @@ from jaxmem.config.hf_values import read_json
 from jaxmem.config.hub import local_directory
 from jaxmem.errors import UserError
 from jaxmem.machine.files import read_file
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Implementation
 
 # Names of the end-of-document token, most specific first.
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
@@ -106,11 +111,11 @@ class FileTokenizer:
         self.begin = self._begin_tokens()
         self.identity = f"sha256:{hashlib.sha256(self._content).hexdigest()},end={self.end}"
 
-    def _read(self) -> Any:
+    def _read(self) -> Implementation:
         from tokenizers import Tokenizer as Implementation
 
         with self._errors_of_file():
-            tokenizer: Any = Implementation.from_buffer(self._content)
+            tokenizer = Implementation.from_buffer(self._content)
             for part in (tokenizer.normalizer, tokenizer.decoder):
                 growth = 1.0 if part is None else _growth(json.loads(part.__getstate__()))
                 if growth > MAX_GROWTH:
@@ -131,7 +136,7 @@ class FileTokenizer:
             raise UserError(f"data.tokenizer={self._path}: not a valid tokenizer.json: {error}") from error
 
     @cached_property
-    def _with_special(self) -> Any:
+    def _with_special(self) -> Implementation:
         """A second tokenizer with another setting: it recognizes special tokens in a text."""
         return self._read()
 

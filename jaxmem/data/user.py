@@ -15,12 +15,10 @@ import numpy as np
 
 from jaxmem.config.sections import Config
 from jaxmem.data.corpus import Corpus, Split
-from jaxmem.data.loader import Loader
+from jaxmem.data.loader import Loader, State
 from jaxmem.data.packing import Batch
 from jaxmem.errors import UserError
 from jaxmem.step.batches import batch_spec
-
-State = dict[str, Any]
 
 
 class UserLoader(AbstractContextManager["UserLoader"]):
@@ -164,7 +162,7 @@ def open_loader(
     rows: Sequence[int],
     *,
     corpus: Corpus | None = None,
-    agree: Callable[[bool], bool] | None = None,
+    agree: Callable[[bool], bool] | None,
 ) -> Any:
     """The batches of a split: of a script, or as `data` describes them. The arguments are those of `Loader`."""
     if cfg.user.data is not None:

@@ -6,7 +6,7 @@ All functions are reductions over one device of each process; a single process c
 
 import json
 from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from jaxmem.distributed.communicator import Communicator
 
 Results = TypeVar("Results")
+Value = TypeVar("Value")
 
 
 def maximum(number: int) -> int:
@@ -26,7 +27,7 @@ def any_process(yes: bool) -> bool:
     return bool(maximum(int(yes)))
 
 
-def gather(value: Any) -> list[Any]:
+def gather(value: Value) -> list[Value]:
     """The JSON values of all processes, in order of the processes. Waits for all of them."""
     if jax.process_count() == 1:
         return [value]

@@ -16,11 +16,12 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from jaxmem.errors import UserError
 from jaxmem.machine.devices import visible_count
 
+Scheduler: TypeAlias = Any  # a subclass of ClusterEnv in jax._src.clusters, which is not public
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 ALL = ", ".join(VARIABLES)
 # Variables of launchers that JAX does not support: the number of processes, and the number of this process.
@@ -72,9 +73,9 @@ def find(timeout: float = 300) -> Cluster | None:
     return Cluster(address, count, process, _own_devices(scheduler))
 
 
-def _scheduler(is_given: bool) -> Any:
-    """JAX's cluster environment for the scheduler that started this process, or None. `is_given`: whether process
-    numbers are set, so that no scheduler is needed."""
+def _scheduler(is_given: bool) -> Scheduler | None:
+    """The scheduler that started this process, or None. `is_given`: whether process numbers are set, so that no
+    scheduler is needed."""
     from jax._src import clusters  # not public; used by jax.distributed.initialize
 
     if clusters.SlurmCluster.is_env_present():
@@ -110,13 +111,13 @@ def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
         raise UserError(f"{name} does not identify the processes of this run ({text}); set {ALL}") from error
 
 
-def _process_id(scheduler: Any) -> int:
+def _process_id(scheduler: Scheduler) -> int:
     if scheduler.name == "ompi":
         return _ompi_number("OMPI_COMM_WORLD_RANK")
     return int(_ask(scheduler.get_process_id))
 
 
-def _process_count(scheduler: Any) -> int:
+def _process_count(scheduler: Scheduler) -> int:
     if scheduler.name == "ompi":
         return _ompi_number("OMPI_COMM_WORLD_SIZE")
     # In a shell inside an allocation, SLURM_NTASKS counts the entire allocation.
@@ -132,7 +133,7 @@ def _ompi_number(name: str) -> int:
     return number
 
 
-def _address(scheduler: Any, timeout: float) -> str:
+def _address(scheduler: Scheduler, timeout: float) -> str:
     port = os.environ.get("JAX_COORDINATOR_PORT")
     if scheduler.name == "ompi" and "OMPI_MCA_orte_hnp_uri" not in os.environ:  # Open MPI 5
         if os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == os.environ["OMPI_COMM_WORLD_SIZE"]:
@@ -149,7 +150,7 @@ def _address(scheduler: Any, timeout: float) -> str:
     return str(_ask(scheduler.get_coordinator_address, int(timeout), port))
 
 
-def _place_on_host(scheduler: Any) -> tuple[int, int] | None:
+def _place_on_host(scheduler: Scheduler) -> tuple[int, int] | None:
     """(number of this process on its host, number of processes on it); None: a single process, or unknown."""
     if scheduler.name == "ompi":
         return int(os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]), int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
@@ -160,7 +161,7 @@ def _place_on_host(scheduler: Any) -> tuple[int, int] | None:
     return int(os.environ["SLURM_LOCALID"]), counts[node]
 
 
-def _own_devices(scheduler: Any) -> tuple[int, ...] | None:
+def _own_devices(scheduler: Scheduler | None) -> tuple[int, ...] | None:
     """An equal share of the visible GPUs, in order of the process numbers on this host."""
     if given := os.environ.get("JAX_LOCAL_DEVICE_IDS"):
         if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", given):

@@ -8,10 +8,11 @@ not: XLA's partitioner derives its collectives from shardings. For a value of B 
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
+import numpy.typing as npt
 from jax.sharding import Mesh
 
 from jaxmem.sharding import first_dim_sharding
@@ -42,7 +43,7 @@ class Communicator:
         self.axis = axis
         self.size = where.shape[axis]
 
-    def put(self, values: Any) -> jax.Array:
+    def put(self, values: npt.ArrayLike) -> jax.Array:
         """Copies [participants of this process, ...], in order, to the devices; returns [participants, ...]."""
         values = np.asarray(values)
         shape = (self.size, *values.shape[1:])

@@ -15,7 +15,7 @@ import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TextIO
 
 from jaxmem.distributed.cluster import visible_gpus
 from jaxmem.errors import UserError
@@ -162,7 +162,7 @@ def _send(children: Sequence[Process], number: signal.Signals) -> None:
                 (os.killpg if number == signal.SIGKILL else os.kill)(child.pid, number)
 
 
-async def _copy(source: asyncio.StreamReader | None, target: Any, prefix: str) -> None:
+async def _copy(source: asyncio.StreamReader | None, target: TextIO, prefix: str) -> None:
     assert source is not None
     while not source.at_eof():
         try:
@@ -173,7 +173,7 @@ async def _copy(source: asyncio.StreamReader | None, target: Any, prefix: str) -
             _write(target, prefix + text + ("" if text.endswith("\n") else "\n"))
 
 
-def _write(target: Any, line: str) -> None:
+def _write(target: TextIO, line: str) -> None:
     """Writes one complete line. A closed output is ignored."""
     with suppress(OSError, ValueError):
         target.write(line)

@@ -9,7 +9,6 @@ measurements.
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -60,7 +59,7 @@ def report(bandwidth: float, rates: Mapping[str, Sequence[float]], hosts: Sequen
     return lines
 
 
-def _best(work: Callable[[], Any], seconds: float = 0.0) -> float:
+def _best(work: Callable[[], jax.Array], seconds: float = 0.0) -> float:
     """Seconds of the fastest of several runs, after a first run that compiles."""
     times: list[float] = []
     jax.block_until_ready(work())

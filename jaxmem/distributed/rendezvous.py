@@ -85,8 +85,7 @@ def _report(cluster: Cluster, end: float, seconds: float, host: str) -> JsonDict
                 connection.sendall(message)
                 # process 0 may have started later
                 connection.settimeout(max(end + MESSAGE_TIMEOUT - time.monotonic(), 1.0))
-                answer: JsonDict = _receive(connection)
-                return answer
+                return _receive(connection)
         except (OSError, ValueError) as error:
             reason = str(error) or type(error).__name__
             time.sleep(min(0.2, left))

@@ -95,5 +95,4 @@ def byte_tokenizer() -> JsonDict:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(END_TEXT, normalized=False, special=True)])
-    contents: JsonDict = json.loads(tokenizer.to_str())
-    return contents
+    return json.loads(tokenizer.to_str())

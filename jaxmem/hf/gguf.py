@@ -6,7 +6,6 @@ A slice is decoded when it is read: only its rows, or for an expert only this ex
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,8 @@ class GgufSlice:
         data = data.reshape(*self._stored(self.shape)[:-1], -1)
         *rows, columns = self._stored(index)
         if self.heads:
-            rows[0] = self._rows_in_file[rows[0]]
+            in_file = np.arange(self.shape[0]).reshape(self.heads, -1, 2).swapaxes(1, 2).ravel()
+            rows[0] = in_file[rows[0]]
         values: np.ndarray = dequantize(np.ascontiguousarray(data[tuple(rows)]), self.tensor.kind)[..., columns]
         values = values + np.float32(self.offset) if self.offset else values
         return values.swapaxes(-1, -2) if self.is_transposed else values
@@ -58,10 +58,6 @@ class GgufSlice:
     def _stored(self, dimensions: tuple[Any, ...]) -> tuple[Any, ...]:
         """Dimensions in the order of the file."""
         return (*dimensions[:-2], *dimensions[:-3:-1]) if self.is_transposed else dimensions
-
-    @cached_property
-    def _rows_in_file(self) -> np.ndarray:
-        return np.arange(self.shape[0]).reshape(self.heads, -1, 2).swapaxes(1, 2).ravel()
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from jaxmem.hf.files import byte_tokenizer
 from jaxmem.hf.gguf import PERMUTED
 from jaxmem.hf.writer import model_tensors
 from jaxmem.machine.files import atomic_file
-from jaxmem.models import Decoder as Network
+from jaxmem.models.decoder import Decoder as Network
 from jaxmem.models.rope import frequencies
 from jaxmem.typing import JsonDict
 

@@ -7,7 +7,7 @@ layer and each expert has its own tensor [out, in].
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from flax.traverse_util import flatten_dict
 
@@ -68,9 +68,9 @@ class FileWeight:
         return len(self.tensors[0].position)
 
 
-def stacks_of(params: Tree) -> dict[str, Any]:
+def stacks_of(params: Tree) -> dict[str, Tree]:
     """The parameters of each stack of layers, by its name."""
-    stacks: dict[str, Any] = {}
+    stacks: dict[str, Tree] = {}
     for name, part in params.items():
         if name.startswith("blocks"):
             kinds = {kind: stack for kind, stack in part.items() if kind.startswith("[")}  # of layers that alternate

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from jaxmem.adapters import base_of
+from jaxmem.adapters.trained_parts import base_of
 from jaxmem.config import Decoder
 from jaxmem.config.adapter import Adapter, LowRank, low_rank_layers
 from jaxmem.config.hf_modules import ALL_MODULES, CONCATENATED

@@ -9,11 +9,12 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from jaxmem.config.hf_quantized import HfScheme
@@ -258,12 +259,13 @@ class EvenlySpaced:
         return quantized_weight(pack(15 - codes, bits, -2), scales * -7, None, form, block)
 
 
-def _shifted(codes: Array, dtype: Any) -> Array:
+def _shifted(codes: Array, dtype: DTypeLike) -> Array:
     """Codes from -128 to 127 as codes from 0 to 255, and back."""
     return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(codes, jnp.uint8) ^ jnp.uint8(128), dtype)
 
 
-LAYOUTS: dict[str, Any] = {
+Layout: TypeAlias = Bitsandbytes4 | EvenlySpaced
+LAYOUTS: dict[str, type[Layout]] = {
     "bitsandbytes 4": Bitsandbytes4,
     "bitsandbytes 8": Bitsandbytes8,
     **dict.fromkeys(SPACED, EvenlySpaced),
@@ -294,12 +296,11 @@ class Encoded:
     """The arrays of a quantized matrix as a file stores them."""
 
     parts: Parts
-    layout: Any = field(metadata={"static": True})  # one of LAYOUTS
+    layout: Layout = field(metadata={"static": True})
 
     def weight(self) -> QTensor | Float[Array, "in out"]:
         """The weight [in, out], decoded only if its blocks are not along `in`."""
-        weight: QTensor | jax.Array = self.layout.weight(self.parts)
-        return weight
+        return self.layout.weight(self.parts)
 
 
 def take_quantized(
@@ -340,7 +341,7 @@ def _check_part(part: TensorEntry, shape: tuple[int, ...], dtypes: tuple[str, ..
 
 
 def _reader(
-    tensors: Tensors, layout: Any, parts: Mapping[str, TensorEntry], redundant: Mapping[str, TensorEntry]
+    tensors: Tensors, layout: Layout, parts: Mapping[str, TensorEntry], redundant: Mapping[str, TensorEntry]
 ) -> Callable[[], Encoded]:
     def read() -> Encoded:
         arrays = {end: tensors.read_entry(entry) for end, entry in parts.items()}

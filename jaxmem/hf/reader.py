@@ -19,8 +19,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.typing import DTypeLike
 
-from jaxmem import models
-from jaxmem.config import Decoder
+from jaxmem.config import networks
 from jaxmem.config.check_decoder import decoder_errors
 from jaxmem.config.hf_families import text_name, text_settings
 from jaxmem.config.hf_quantized import scheme_of
@@ -38,6 +37,8 @@ from jaxmem.hf.names import (
 )
 from jaxmem.hf.quantized import Encoded, mxfp4_weight, take_quantized
 from jaxmem.hf.tensors import MXFP4, Tensors
+from jaxmem.models.decoder import Decoder
+from jaxmem.models.network import Execution
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, Layout
 from jaxmem.sharding.host import HOST_MEMORY, send_like, to_host, zeros_on_host
@@ -45,6 +46,8 @@ from jaxmem.typing import AxesTree, Tree
 
 # Shape, dtype and sharding of a weight, or of each array of a quantized weight.
 Spec: TypeAlias = jax.ShapeDtypeStruct | QTensor
+FileArray: TypeAlias = jax.Array | QTensor | Encoded  # a tensor as a file stores it
+ReadSlice: TypeAlias = Callable[[tuple[slice, ...]], np.ndarray]
 
 
 def load(
@@ -52,8 +55,8 @@ def load(
     *,
     layout: Layout | None = None,
     dtype: DTypeLike = jnp.float32,
-    execution: models.Execution = models.Execution(),
-) -> models.Decoder:
+    execution: Execution = Execution(),
+) -> Decoder:
     """The model of a Hugging Face directory as a network.
 
     Args:
@@ -62,11 +65,10 @@ def load(
         dtype: Of the stored weights.
         execution: How the network is computed.
     """
-    cfg = Decoder(**decoder_fields(str(directory)))
+    cfg = networks.Decoder(**decoder_fields(str(directory)))
     if errors := [*decoder_errors(cfg)]:
         raise UserError("\n".join(f"{directory}: {error}" for error in errors))
-    network = nnx.eval_shape(lambda: models.build(cfg, nnx.Rngs(0), execution))
-    graphdef: Any
+    network = nnx.eval_shape(lambda: Decoder(cfg, nnx.Rngs(0), execution))
     graphdef, state = nnx.split(network)
     axes = {path: v.get_metadata()["axes"] for path, v in nnx.to_flat_state(state)}
     first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -77,13 +79,12 @@ def load(
 
     params = {path: spec(path, x) for path, x in flatten_dict(nnx.to_pure_dict(state)).items()}
     weights = read_weights(directory, cfg, unflatten_dict(params), unflatten_dict(axes), layout)
-    merged: Any = nnx.merge(graphdef, weights)
-    return merged
+    return nnx.merge(graphdef, weights)
 
 
 def read_weights(
     directory: str | Path,
-    cfg: Decoder,
+    cfg: networks.Decoder,
     params: Tree,
     axes: AxesTree,
     layout: Layout | None,
@@ -130,7 +131,7 @@ def read_arrays(
     axes: AxesTree,
     layout: Layout | None,
     quantized: Mapping[str, Callable[[], Encoded]] = MappingProxyType({}),
-) -> dict[WeightPath, Any]:
+) -> dict[WeightPath, Tree]:
     """The arrays of these weights, by path. `quantized`: functions that read the quantized ones, by name."""
     flat_axes = flatten_dict(axes)
     return {weight.path: _read(tensors, weight, flat_axes[weight.path], layout, quantized) for weight in weights}
@@ -148,11 +149,11 @@ def _read(
     axes = axes[weight.depth :]
     axes = axes[::-1] if weight.is_transposed else axes
 
-    def on_devices(read: Callable[[Any], np.ndarray], axes: Axes, shape: tuple[int, ...]) -> jax.Array:
+    def on_devices(read: ReadSlice, axes: Axes, shape: tuple[int, ...]) -> jax.Array:
         sharding = layout.sharding("weights", axes, shape) if layout else jax.tree.leaves(_shardings(spec))[0]
         return _on_devices(read, shape, sharding)
 
-    def read(name: str) -> jax.Array | QTensor | Encoded:
+    def read(name: str) -> FileArray:
         x: Tree
         if name in quantized:  # each device reads all codes, which are smaller than values
             x = jax.tree.map(lambda x: on_devices(lambda index: x[index], (None,) * x.ndim, x.shape), quantized[name]())
@@ -180,10 +181,10 @@ def _read(
     return stack
 
 
-def _on_devices(read: Callable[[Any], np.ndarray], shape: tuple[int, ...], sharding: Any) -> jax.Array:
+def _on_devices(read: ReadSlice, shape: tuple[int, ...], sharding: Any) -> jax.Array:
     """Reads the shards one device after the other; a shard of several devices is read once. The shard is copied,
     because jax keeps an array that aliases host memory for some time."""
-    shards: dict[Any, np.ndarray] = {}
+    shards: dict[tuple[tuple[int, ...], ...], np.ndarray] = {}
     arrays = []
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         key = tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
@@ -200,8 +201,8 @@ def _are_finite(tree: Tree) -> jax.Array:
 
 
 @cache
-def _converted(is_transposed: bool, spec: Spec) -> Tree:
-    def convert(x: jax.Array | QTensor | Encoded) -> Tree:
+def _converted(is_transposed: bool, spec: Spec) -> Callable[[FileArray], Tree]:
+    def convert(x: FileArray) -> Tree:
         new = _as_spec(x, is_transposed, spec)
         return jax.tree.map(
             lambda x, target: to_host(x) if target.sharding.memory_kind == HOST_MEMORY else x, new, spec
@@ -211,8 +212,8 @@ def _converted(is_transposed: bool, spec: Spec) -> Tree:
 
 
 @cache
-def _write_layer(is_transposed: bool, spec: Spec) -> Any:
-    def write(stack: Tree, x: jax.Array | QTensor | Encoded, index: jax.Array) -> Tree:
+def _write_layer(is_transposed: bool, spec: Spec) -> Callable[[Tree, FileArray, jax.Array], Tree]:
+    def write(stack: Tree, x: FileArray, index: jax.Array) -> Tree:
         new = send_like(_as_spec(x, is_transposed, spec), stack)
 
         def put(stack: jax.Array, tensor: jax.Array) -> jax.Array:
@@ -225,7 +226,7 @@ def _write_layer(is_transposed: bool, spec: Spec) -> Any:
     return jax.jit(write, donate_argnums=0, out_shardings=_shardings(spec))
 
 
-def _as_spec(x: jax.Array | QTensor | Encoded, is_transposed: bool, spec: Spec) -> Tree:
+def _as_spec(x: FileArray, is_transposed: bool, spec: Spec) -> Tree:
     """The array, transposed if needed, and cast or quantized; unchanged if it is stored like `spec`."""
     if isinstance(x, Encoded):
         x = x.weight()
@@ -241,7 +242,7 @@ def _as_spec(x: jax.Array | QTensor | Encoded, is_transposed: bool, spec: Spec) 
 
 
 @cache
-def _zeros(spec: Spec) -> Tree:
+def _zeros(spec: Spec) -> Callable[[], Tree]:
     def zeros(x: Tree) -> jax.Array:
         if x.sharding.memory_kind != HOST_MEMORY:
             return jnp.zeros(x.shape, x.dtype)

@@ -140,8 +140,7 @@ class Tensors:
 
     def read_entry(self, entry: TensorEntry) -> np.ndarray:
         """A complete tensor, in any dtype that numpy has."""
-        values: np.ndarray = self._open[entry.file].get_tensor(entry.name)
-        return values
+        return self._open[entry.file].get_tensor(entry.name)
 
     def replace(self, other: Tensors, rename: Callable[[str], str]) -> None:
         """Replaces every tensor that `other` has too. `rename` maps its name in `other` to its name here."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,8 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict
 
-from jaxmem import models
-from jaxmem.adapters import Lora, base_of, merged_weight, weights_to_merge
+from jaxmem.adapters.low_rank import Lora, merged_weight, weights_to_merge
+from jaxmem.adapters.trained_parts import base_of
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hub import is_tokenizer_of
 from jaxmem.config.hugging_face import DTYPES, config_json, family_of
@@ -28,6 +27,7 @@ from jaxmem.hf.quantized import mxfp4_tensors
 from jaxmem.hf.tensors import DTYPES as NUMPY_DTYPES
 from jaxmem.hf.tensors import MAX_FILE_BYTES, MXFP4, OutputTensor, fuse_tensors, write_tensors
 from jaxmem.machine.files import atomic_directory
+from jaxmem.models.decoder import Decoder
 from jaxmem.quant import QTensor
 from jaxmem.sharding.host import fetch_from_host
 from jaxmem.sharding.weights import is_quantized
@@ -38,7 +38,7 @@ Adapter = tuple[dict[str, jax.Array], float]  # the weights of an adapter, and i
 
 
 def save(
-    model: models.Decoder,
+    model: Decoder,
     directory: str | Path,
     *,
     base: str | Path | None = None,
@@ -95,7 +95,7 @@ def save(
         write_tensors(place, fuse_tensors(tensors, family_of(settings).fused), MAX_FILE_BYTES)
 
 
-def _has_only_mxfp4_experts(model: models.Decoder) -> bool:
+def _has_only_mxfp4_experts(model: Decoder) -> bool:
     """Whether all matrices of experts are stored in MXFP4, and have no adapters."""
     adapters = _adapters(model)
     params = base_of(nnx.to_pure_dict(nnx.state(model)))
@@ -110,7 +110,7 @@ def _is_expert(weight: FileWeight) -> bool:
 
 
 def model_tensors(
-    model: models.Decoder, dtype: str, indices: Sequence[int] | None = None, *, keeps_mxfp4: bool = False
+    model: Decoder, dtype: str, indices: Sequence[int] | None = None, *, keeps_mxfp4: bool = False
 ) -> list[OutputTensor]:
     """The tensors of a model, adapters merged.
 
@@ -156,7 +156,7 @@ def _stored_layer(q: QTensor, place: jax.Array, depth: int) -> tuple[jax.Array, 
     return mxfp4_tensors(fetch_from_host(jax.tree.map(lambda x: _take(x, place, depth), q)))
 
 
-def _adapters(model: models.Decoder) -> dict[WeightPath, Adapter]:
+def _adapters(model: Decoder) -> dict[WeightPath, Adapter]:
     """The adapters of a model, by the path of the weight that they change."""
     adapters = {}
     for path, module in nnx.iter_modules(model):
@@ -188,7 +188,7 @@ def _values(convert: Callable[[np.ndarray], jax.Array], tensor: FileTensor) -> n
 
 
 @cache
-def _converter(depth: int, is_transposed: bool, dtype: str, scale: float) -> Any:
+def _converter(depth: int, is_transposed: bool, dtype: str, scale: float) -> Callable[..., jax.Array]:
     def convert(x: jax.Array | QTensor, adapter: dict[str, jax.Array] | None, place: jax.Array) -> jax.Array:
         x = jax.tree.map(lambda x: _take(x, place, depth), x)
         if adapter is not None and depth:  # an A that experts share has a dimension less

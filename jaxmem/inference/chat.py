@@ -135,4 +135,6 @@ def decode_stream(decode: Callable[[list[int]], str], ids: Iterable[int], stops:
         certain = shown if text.endswith("\ufffd") else len(text) - pending
         yield text[shown:certain]
         shown = max(shown, certain)
-    yield from [last_text for last_text in [decode(seen)[shown:]] if last_text and not last_text.endswith("\ufffd")]
+    last_text = decode(seen)[shown:]
+    if last_text and not last_text.endswith("\ufffd"):
+        yield last_text

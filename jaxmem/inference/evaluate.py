@@ -13,8 +13,7 @@ import jax
 
 from jaxmem.config.methods import user_objects
 from jaxmem.config.user import ModelParts, UserData
-from jaxmem.data import Corpus, Split
-from jaxmem.data.corpus import source_of
+from jaxmem.data.corpus import Corpus, Split, source_of
 from jaxmem.data.user import open_loader
 from jaxmem.distributed.agree import any_process, serialized
 from jaxmem.errors import UserError

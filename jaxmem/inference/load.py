@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +15,17 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.tree_util import KeyPath
 
 from jaxmem import adapters, hf
-from jaxmem.checkpoint import Checkpoints
+from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.checkpoint.paths import checkpoint_directory
 from jaxmem.checkpoint.record import DamagedError
 from jaxmem.checkpoint.saved_state import SavedState
-from jaxmem.config import LOW_RANK, Config, Decoder, Mesh, Pipeline, load_config
+from jaxmem.config import LOW_RANK, Config, Decoder, Mesh, Pipeline
 from jaxmem.config.hub import is_tokenizer_of, local_directory
+from jaxmem.config.load import load_config
 from jaxmem.config.mesh import MESH_AXES
 from jaxmem.config.peft import base_of, is_adapter, is_prompt
 from jaxmem.config.user import UserObjects
-from jaxmem.data import tokenizer_for
-from jaxmem.data.tokenizer import Tokenizer
+from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.errors import UserError
 from jaxmem.hf.peft import add_adapters, read_base
 from jaxmem.sharding.host import fetch_from_host
@@ -226,6 +226,6 @@ def _store_as(built: Program, params: Tree) -> Tree:
     return unflatten_dict({path: stored(path) for path in list(left)})
 
 
-def _format_of(w: Tree) -> tuple[Any, ...]:
+def _format_of(w: Tree) -> tuple[object, ...]:
     """Structure, shapes, dtypes and shardings of a weight."""
     return jax.tree.structure(w), [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(w)]

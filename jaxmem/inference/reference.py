@@ -14,8 +14,9 @@ import numpy as np
 
 from jaxmem.checkpoint.record import checksum
 from jaxmem.config import Config, Data
-from jaxmem.data import Corpus, Loader
+from jaxmem.data.corpus import Corpus
 from jaxmem.data.corpus import fingerprint as corpus_fingerprint
+from jaxmem.data.loader import Loader
 from jaxmem.distributed.agree import any_process, gather, serialized
 from jaxmem.errors import UserError
 from jaxmem.machine.files import atomic_file

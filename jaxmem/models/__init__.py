@@ -13,12 +13,7 @@ FAMILIES: dict[str, Any] = {
     "convnet": ("jaxmem.models.image_networks", "Convnet"),
     "mlp": ("jaxmem.models.image_networks", "Mlp"),
 }
-__getattr__, __all__ = lazy_names(
-    __name__,
-    chunking="Chunking",
-    decoder="Decoder",
-    network="Execution Network",
-)
+__getattr__, __all__ = lazy_names(__name__, network="Execution Network")
 
 
 def build(cfg: Any, rngs: Any, execution: Any = None) -> Any:

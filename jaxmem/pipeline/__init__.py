@@ -8,10 +8,4 @@ loop.py          the loop over ticks that executes a timetable
 
 from jaxmem.lazy import lazy_names
 
-__getattr__, __all__ = lazy_names(
-    __name__,
-    loop="AXIS PipelineNetwork Results run",
-    stage_layers="LayersOfStage",
-    stages="Pipeline",
-    timetable="Timetable",
-)
+__getattr__, __all__ = lazy_names(__name__, stages="Pipeline")

@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 
 from jaxmem.checkpoint.metrics import parse_row
-from jaxmem.config import load_config
+from jaxmem.config.load import load_config
 from jaxmem.errors import UserError
 from jaxmem.machine.files import write_file
-from jaxmem.planning import Plan
+from jaxmem.planning.result import Plan
 from jaxmem.report.figure import draw
 from jaxmem.report.page import RunRecord, page
 from jaxmem.typing import JsonDict
@@ -64,6 +64,3 @@ def _read(run: Path, name: str) -> JsonDict:
 def _damaged(run: Path, names: str, reason: object) -> UserError:
     use = f"run jaxmem plan {run / 'config.yaml'} --html FILE"
     return UserError(f"{run}: {names}: damaged: {reason}; {use}")
-
-
-__all__ = ["draw", "page", "report_run", "write_figure", "write_page"]

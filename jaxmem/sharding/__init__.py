@@ -31,8 +31,5 @@ __getattr__, __all__ = lazy_names(
     gathering="MIN_TOKENS_PER_ROW gather gather_encoded gather_quantized gather_with_input stored_axes",
     layout="Layout current first_dim_sharding layout_for shard_axes shard_count",
     leaves="map_shards per_device",
-    table=(
-        "Axes Axis RULE_AXES Role STORAGE_AXES assign_mesh_axes axis_name if_even is_axes make_rules path_name "
-        "rules_for"
-    ),
+    table="Axes Axis Role assign_mesh_axes axis_name if_even is_axes make_rules path_name rules_for",
 )

@@ -24,13 +24,14 @@ import jax
 from etils import epath
 
 from jaxmem.checkpoint.paths import move_aside
-from jaxmem.config import Decoder, save_config
+from jaxmem.config import Decoder
+from jaxmem.config.load import save_config
 from jaxmem.distributed.agree import any_process, gather
 from jaxmem.errors import UserError
 from jaxmem.machine.files import atomic_directory, write_file
 
 if TYPE_CHECKING:
-    from jaxmem.planning import Plan
+    from jaxmem.planning.result import Plan
 
 MAX_WAIT_SECONDS = 60  # seconds until a directory that one host created must be visible to the other hosts
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)  # errors of file systems without locks

@@ -15,7 +15,7 @@ from jaxmem.typing import JsonView
 
 if TYPE_CHECKING:
     from jaxmem.data.corpus import Corpus
-    from jaxmem.planning import Plan
+    from jaxmem.planning.result import Plan
 
 MIN_FILLED_SHARE = 0.9  # share of the tokens of a sequence, below which a warning is printed
 MANY_PASSES = 20  # passes over the data, above which a warning is printed
@@ -24,7 +24,7 @@ FEW_PASSES = 5  # passes that the warning proposes
 
 def work_of(built: Program) -> Work:
     """Tokens and FLOPs of an update on all devices."""
-    from jaxmem.planning import ideal_flops
+    from jaxmem.planning.flops import ideal_flops
 
     cfg = built.cfg
     length = cfg.data.sequence_length if cfg.reads_text else 1
@@ -63,8 +63,8 @@ def elastic_line(cfg: Config, used: Config) -> str | None:
 
 def plan_line(plan: Plan, step: int) -> str:
     """Memory and work of a run that starts, or resumes after a step, with warnings on lines of their own."""
-    from jaxmem.planning import format_bytes
     from jaxmem.planning.advice import warnings_at_start
+    from jaxmem.planning.units import format_bytes
 
     cfg = plan.program.cfg
     start = f"resuming after step {step}: " if step else ""

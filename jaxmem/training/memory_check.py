@@ -16,7 +16,8 @@ import jax
 from jaxmem.errors import UserError
 from jaxmem.machine.files import write_file
 from jaxmem.machine.gpus import GIB
-from jaxmem.planning import Plan, format_bytes
+from jaxmem.planning.result import Plan
+from jaxmem.planning.units import format_bytes
 from jaxmem.training.progress import device_memory
 
 MEASURED_AFTER = 3  # number of steps after which every program of the loop has run

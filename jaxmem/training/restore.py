@@ -12,7 +12,8 @@ from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.checkpoint.record import named_leaves, to_device
 from jaxmem.checkpoint.resume import refuse_changes
 from jaxmem.checkpoint.saved_state import SavedState
-from jaxmem.config import Config, load_config
+from jaxmem.config import Config
+from jaxmem.config.load import load_config
 from jaxmem.data.corpus import fingerprint
 from jaxmem.distributed.agree import gather
 from jaxmem.errors import UserError

@@ -50,7 +50,7 @@ from jaxmem.training.trackers import check_trackers, trackers_for
 from jaxmem.typing import JsonView
 
 if TYPE_CHECKING:
-    from jaxmem.planning import Plan
+    from jaxmem.planning.result import Plan
 
 _UNITS = {"tokens": "tok", "images": "img", "rows": "row"}  # units in the speed that a progress line shows
 
@@ -85,7 +85,7 @@ class Result:
 
     @cached_property
     def plan(self) -> Plan:
-        from jaxmem.planning import plan_program
+        from jaxmem.planning.result import plan_program
 
         return self.compiled or plan_program(self.program)
 
@@ -110,7 +110,8 @@ def run(
 def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
     from jaxmem.inference.evaluate import Evaluator
     from jaxmem.inference.load import initial_state
-    from jaxmem.planning import plan_program, resolve_remat
+    from jaxmem.planning.budget import resolve_remat
+    from jaxmem.planning.result import plan_program
     from jaxmem.planning.targets import local_target
     from jaxmem.training.memory_check import PeakCheck, check_fits, explained_out_of_memory
 

@@ -18,7 +18,7 @@ FILES = 50
 PROGRAM = """
 import json, sys, time
 from jaxmem.config import load_config
-from jaxmem.data import Loader
+from jaxmem.data.loader import Loader
 import grain.experimental, huggingface_hub
 
 data = {"source": "jsonl", "path": "org/texts", "sequence_length": 1024, "streaming": sys.argv[1] == "true"}

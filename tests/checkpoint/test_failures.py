@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import pytest
 from etils import epath
 
-from jaxmem.checkpoint import Checkpoints, DamagedError
-from jaxmem.checkpoint.manager import ROTATED_DIRECTORY
+from jaxmem.checkpoint.manager import ROTATED_DIRECTORY, Checkpoints
 from jaxmem.checkpoint.paths import checkpoint_directory, move_aside
+from jaxmem.checkpoint.record import DamagedError
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from tests.checkpoint.conftest import abstract, bits, filled, mesh
@@ -178,7 +178,7 @@ def test_a_link_is_renamed_itself(tmp_path: Path) -> None:
 
 WRITER = """
 import sys, jax, jax.numpy as jnp
-from jaxmem.checkpoint import Checkpoints
+from jaxmem.checkpoint.manager import Checkpoints
 with Checkpoints(sys.argv[1], every=1, keep=1) as checkpoints:
     step = checkpoints.latest() or 0
     while True:
@@ -257,7 +257,7 @@ def deny(*_: Any, **__: Any) -> None:
 
 FULL_DISK = """
 import resource, sys, jax, jax.numpy as jnp, numpy as np
-from jaxmem.checkpoint import Checkpoints
+from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.errors import UserError
 state = {str(i): jax.random.normal(jax.random.key(i), (512, 128)) for i in range(9)}  # of which each write fails
 with Checkpoints(sys.argv[1], every=1) as checkpoints:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmem.checkpoint import Checkpoints, move_aside
-from jaxmem.checkpoint.manager import ROTATED_DIRECTORY
+from jaxmem.checkpoint.manager import ROTATED_DIRECTORY, Checkpoints
+from jaxmem.checkpoint.paths import move_aside
 from jaxmem.checkpoint.record import DamagedError
 from jaxmem.config import Config
 from jaxmem.errors import UserError

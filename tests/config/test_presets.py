@@ -2,8 +2,9 @@
 
 import pytest
 
-from jaxmem.config import PRESETS, Config, Decoder, Train, load_config
+from jaxmem.config import Config, Decoder, Train, load_config
 from jaxmem.config.devices import for_devices
+from jaxmem.config.presets import PRESETS
 from jaxmem.step.execution import ExecutionSpec
 from jaxmem.step.model import ModelSpec
 

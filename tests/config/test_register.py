@@ -7,11 +7,12 @@ import optax
 import pytest
 
 from jaxmem import register_optimizer
-from jaxmem.config import json_schema, load_config
+from jaxmem.config import load_config
 from jaxmem.config.base import setting
 from jaxmem.config.networks import FAMILIES, Mlp
 from jaxmem.config.optimizers import OPTIMIZERS, AdamSettings, Optimizer
 from jaxmem.config.register import register_family
+from jaxmem.config.schema import json_schema
 from jaxmem.errors import UserError
 
 

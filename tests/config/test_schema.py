@@ -4,8 +4,10 @@ import json
 
 import pytest
 
-from jaxmem.config import PRESETS, Decoder, json_schema
+from jaxmem.config import Decoder
 from jaxmem.config.networks import FAMILIES
+from jaxmem.config.presets import PRESETS
+from jaxmem.config.schema import json_schema
 from jaxmem.config.sections import Config, Objective
 
 

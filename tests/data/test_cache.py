@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxmem import data
 from jaxmem.config.sections import Config
 from jaxmem.data import cache
+from jaxmem.data.cache import tokenize
+from jaxmem.data.corpus import fingerprint
+from jaxmem.data.loader import Loader
 from jaxmem.errors import UserError
 
 Make = Callable[..., Config]
@@ -34,12 +36,12 @@ def test_training_from_the_cache_gives_the_same_batches(
     options: dict[str, Any] = {"tokenizer": "bytes" if name == "bytes" else tokenizer_file, "held_out": 0.1}
     path = jsonl(texts)
     calls: list[tuple[int, int]] = []
-    meta = data.tokenize(config(source=source, path=path, **options), tmp_path / "cache", lambda *at: calls.append(at))
+    meta = tokenize(config(source=source, path=path, **options), tmp_path / "cache", lambda *at: calls.append(at))
     assert calls[-1] == (meta["records"], meta["records"])
     for split in ("train", "held_out"):
         with (
-            data.Loader(config(source=source, path=path, **options), split) as direct,
-            data.Loader(config(source="tokens", path=str(tmp_path / "cache"), **options), split) as cached,
+            Loader(config(source=source, path=path, **options), split) as direct,
+            Loader(config(source="tokens", path=str(tmp_path / "cache"), **options), split) as cached,
         ):
             assert len(direct.corpus.sources[0]) == len(cached.corpus.sources[0]) == meta["records"]
             found = 0
@@ -52,7 +54,7 @@ def test_training_from_the_cache_gives_the_same_batches(
 
 
 def test_a_cache_has_two_bytes_per_token_and_no_other_file_is_left(config: Make, numbered: str, tmp_path: Path) -> None:
-    meta = data.tokenize(config(path=numbered), tmp_path / "deep" / "cache")
+    meta = tokenize(config(path=numbered), tmp_path / "deep" / "cache")
     assert [file.name for file in (tmp_path / "deep").iterdir()] == ["cache"]
     files = {file.name: file.stat().st_size for file in (tmp_path / "deep" / "cache").iterdir()}
     assert files.pop("meta.json")
@@ -67,7 +69,7 @@ def test_a_failure_leaves_no_cache(
     path = Path(jsonl(["some text"] * 50))
     path.write_text(path.read_text() + "broken\n")
     with pytest.raises(UserError, match="line 51"):
-        data.tokenize(config(path=str(path)), tmp_path / "cache")
+        tokenize(config(path=str(path)), tmp_path / "cache")
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -75,24 +77,24 @@ def test_what_cannot_be_written_or_tokenized(config: Make, numbered: str, tmp_pa
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
     with pytest.raises(UserError, match="full exists already"):
-        data.tokenize(config(path=numbered), tmp_path / "full")
+        tokenize(config(path=numbered), tmp_path / "full")
     with pytest.raises(UserError, match=r"cannot write .*: (File exists|Not a directory)"):
-        data.tokenize(config(path=numbered), tmp_path / "full" / "x" / "cache")
+        tokenize(config(path=numbered), tmp_path / "full" / "x" / "cache")
     mixture = [{"source": "jsonl", "path": numbered}] * 2
     with pytest.raises(UserError, match="tokenize each source"):
-        data.tokenize(config(source="stdlib", mixture=mixture), tmp_path / "cache")
+        tokenize(config(source="stdlib", mixture=mixture), tmp_path / "cache")
     with pytest.raises(UserError, match=r"does not support data\.source=tokens"):
-        data.tokenize(config(source="tokens", path="x"), tmp_path / "cache")
+        tokenize(config(source="tokens", path="x"), tmp_path / "cache")
     (tmp_path / "empty").mkdir()
-    assert data.tokenize(config(path=numbered), tmp_path / "empty")["records"] == 120
+    assert tokenize(config(path=numbered), tmp_path / "empty")["records"] == 120
 
 
 def test_a_cache_of_another_tokenizer_is_refused(
     config: Make, numbered: str, tmp_path: Path, tokenizer_file: str
 ) -> None:
-    data.tokenize(config(path=numbered, tokenizer=tokenizer_file), tmp_path / "cache")
+    tokenize(config(path=numbered, tokenizer=tokenizer_file), tmp_path / "cache")
     with pytest.raises(UserError, match=r"made with .*tokenizer\.json \(2[67]. tokens\).*257 tokens"):
-        data.Loader(config(source="tokens", path=str(tmp_path / "cache")))
+        Loader(config(source="tokens", path=str(tmp_path / "cache")))
 
 
 def damage_meta(**changes: Any) -> Callable[[Path], None]:
@@ -121,12 +123,12 @@ def damage_meta(**changes: Any) -> Callable[[Path], None]:
 def test_a_damaged_cache_is_refused(
     config: Make, numbered: str, tmp_path: Path, damage: Callable[[Path], None], message: str
 ) -> None:
-    data.tokenize(config(path=numbered), tmp_path / "cache")
+    tokenize(config(path=numbered), tmp_path / "cache")
     damage(tmp_path / "cache")
     with pytest.raises(UserError, match=message):
-        data.Loader(config(source="tokens", path=str(tmp_path / "cache")))
+        Loader(config(source="tokens", path=str(tmp_path / "cache")))
     with pytest.raises(UserError, match=r"requires data\.path"):
-        data.Loader(config(source="tokens"))
+        Loader(config(source="tokens"))
 
 
 # ------------------------------------------------------------------ fingerprint
@@ -140,12 +142,12 @@ def test_the_fingerprint_changes_with_the_data_and_only_then(
         for i in range(3):
             (tmp_path / folder / f"{i}.txt").write_text(f"text {i}" * 4000)
     cfg = config(source="text", path=str(tmp_path / "a"))
-    found = {data.fingerprint(cfg)}
-    assert {data.fingerprint(config(source="text", path=str(tmp_path / "b"), sequence_length=32, seed=5))} == found
+    found = {fingerprint(cfg)}
+    assert {fingerprint(config(source="text", path=str(tmp_path / "b"), sequence_length=32, seed=5))} == found
 
     def changed(some: Config = cfg) -> bool:
         before = len(found)
-        found.add(data.fingerprint(some))
+        found.add(fingerprint(some))
         return len(found) > before
 
     assert not changed()

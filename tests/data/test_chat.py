@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from jaxmem.config import load_config
-from jaxmem.data import Loader, chat_template
+from jaxmem.data import chat_template
 from jaxmem.data.chat import ChatEncoder
 from jaxmem.data.chat_forms import chat_of
 from jaxmem.data.chat_template import ChatTemplate, TemplateError, template_for
+from jaxmem.data.loader import Loader
 from jaxmem.data.records import InvalidRecordError
 from jaxmem.data.tokenizer import Bytes, tokenizer_for
 from jaxmem.errors import UserError

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxmem import data
 from jaxmem.config.sections import Config
 from jaxmem.data.digits import Digits, another_view
+from jaxmem.data.loader import Loader, merge_states
 from jaxmem.errors import UserError
 from jaxmem.step.batches import batch_spec
 
@@ -23,7 +23,7 @@ def digits(config: Make, objective: str = "classify", inputs: str = "numbers", *
 
 
 def take(cfg: Config, count: int | None = None, **options: Any) -> list[Batch]:
-    with data.Loader(cfg, **options) as loader:
+    with Loader(cfg, **options) as loader:
         return list(islice(loader, count))
 
 
@@ -91,10 +91,10 @@ def test_an_epoch_has_each_image_once_and_pads_the_end(config: Make) -> None:
 def test_digits_resume_and_divide_among_processes(config: Make) -> None:
     cfg = digits(config, "contrastive", global_size=8, accumulate=2, epochs=1)
     whole = take(cfg, 6)
-    with data.Loader(cfg, rows=[2, 3]) as loader:
+    with Loader(cfg, rows=[2, 3]) as loader:
         list(islice(loader, 3))
-        merged = data.merge_states([loader.state(), take_state(cfg, [0, 1], 3)])
-    with data.Loader(cfg, rows=[1]) as loader:
+        merged = merge_states([loader.state(), take_state(cfg, [0, 1], 3)])
+    with Loader(cfg, rows=[1]) as loader:
         loader.restore(merged)
         for batch, expected in zip(islice(loader, 3), whole[3:], strict=True):
             for name in batch:
@@ -102,7 +102,7 @@ def test_digits_resume_and_divide_among_processes(config: Make) -> None:
 
 
 def take_state(cfg: Config, rows: list[int], count: int) -> dict[str, Any]:
-    with data.Loader(cfg, rows=rows) as loader:
+    with Loader(cfg, rows=rows) as loader:
         list(islice(loader, count))
         return loader.state()
 
@@ -110,4 +110,4 @@ def take_state(cfg: Config, rows: list[int], count: int) -> dict[str, Any]:
 def test_without_scikit_learn_its_extra_is_named(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"requires scikit-learn.*jaxmem\[digits\]"):
-        data.Loader(digits(config))
+        Loader(digits(config))

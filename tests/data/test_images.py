@@ -6,8 +6,8 @@ import pytest
 from PIL import Image
 
 from jaxmem.config import load_config
-from jaxmem.data import Loader
 from jaxmem.data.images import ImageForm, read_image
+from jaxmem.data.loader import Loader
 from jaxmem.errors import UserError
 from jaxmem.training.run import run
 

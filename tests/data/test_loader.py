@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxmem import data
 from jaxmem.config.sections import Config
+from jaxmem.data.cache import tokenize
+from jaxmem.data.loader import Loader, merge_states
 from jaxmem.errors import UserError
 from jaxmem.step.batches import batch_spec
 
@@ -20,7 +21,7 @@ Batch = dict[str, np.ndarray]
 
 
 def take(cfg: Config, count: int | None = None, **options: Any) -> list[Batch]:
-    with data.Loader(cfg, **options) as loader:
+    with Loader(cfg, **options) as loader:
         return list(islice(loader, count))
 
 
@@ -79,12 +80,12 @@ def test_a_resumed_run_sees_exactly_what_it_would_have_seen(
 ) -> None:
     split = options.pop("split", "train") if "split" in options else "train"
     cfg = config(path=numbered, held_out=0.3, **options)
-    with data.Loader(cfg, split) as loader:
+    with Loader(cfg, split) as loader:
         states, batches = [loader.state()], []
         for batch in islice(loader, 14):
             batches.append(batch)
             states.append(json.loads(json.dumps(loader.state())))
-    with data.Loader(cfg, split) as loader:
+    with Loader(cfg, split) as loader:
         for step in reversed(range(len(states))):
             loader.restore(states[step])
             assert loader.state() == states[step]
@@ -96,12 +97,12 @@ def test_a_run_goes_on_with_another_number_of_processes(config: Make, numbered: 
     whole = take(cfg, 9)
     states = []
     for p in range(4):
-        with data.Loader(cfg, rows=range(2 * p, 2 * p + 2)) as loader:
+        with Loader(cfg, rows=range(2 * p, 2 * p + 2)) as loader:
             list(islice(loader, 5))
             states.append(loader.state())
-    merged = json.loads(json.dumps(data.merge_states(states)))
+    merged = json.loads(json.dumps(merge_states(states)))
     for columns in (range(8), range(4), range(4, 8), [7]):
-        with data.Loader(cfg, rows=columns) as loader:
+        with Loader(cfg, rows=columns) as loader:
             loader.restore(merged)
             found = list(islice(loader, 4))
         assert_equal(found, [{name: x[:, columns] for name, x in batch.items()} for batch in whole[5:]])
@@ -109,20 +110,20 @@ def test_a_run_goes_on_with_another_number_of_processes(config: Make, numbered: 
 
 def test_states_that_do_not_fit_together_are_refused(config: Make, numbered: str) -> None:
     cfg = config(path=numbered, global_size=4)
-    with data.Loader(cfg, rows=range(2)) as one, data.Loader(cfg, rows=range(2, 4)) as two:
+    with Loader(cfg, rows=range(2)) as one, Loader(cfg, rows=range(2, 4)) as two:
         half = one.state()
         with pytest.raises(ValueError, match="contain 2 of 4 rows"):
-            data.merge_states([half])
+            merge_states([half])
         with pytest.raises(UserError, match=r"lacks rows \[2, 3\]"):
             two.restore(half)
         next(two)
         with pytest.raises(ValueError, match="different"):
-            data.merge_states([half, two.state()])
+            merge_states([half, two.state()])
         moved = {**half, "rows": [[0, 9, 9], [1, 0, 0]]}
         with pytest.raises(ValueError, match="row 0"):
-            data.merge_states([half, moved, {**two.state(), "step": 0}])
+            merge_states([half, moved, {**two.state(), "step": 0}])
     with (
-        data.Loader(config(path=numbered, global_size=8)) as other,
+        Loader(config(path=numbered, global_size=8)) as other,
         pytest.raises(UserError, match=r"global_size=8 .*use batch.global_size=4"),
     ):
         other.restore({**half, "global_size": 4})
@@ -154,7 +155,7 @@ def test_all_is_every_record_once_though_fewer_than_rows(config: Make, jsonl: Ca
 
 def test_rewind_starts_evaluation_from_the_first_batch(config: Make, numbered: str) -> None:
     cfg = config(path=numbered, held_out=0.2)
-    with data.Loader(cfg) as training, data.Loader(cfg, "held_out", corpus=training.corpus) as loader:
+    with Loader(cfg) as training, Loader(cfg, "held_out", corpus=training.corpus) as loader:
         first = list(loader)
         end = loader.state()
         assert next(loader, None) is None
@@ -210,20 +211,20 @@ def test_the_seed_decides_the_order(config: Make, numbered: str) -> None:
 
 def test_too_few_records_for_the_epochs_are_refused(config: Make, jsonl: Callable[..., str]) -> None:
     with pytest.raises(UserError, match=r"epochs=2 of 3 records.*global_size=8"):
-        data.Loader(config(path=jsonl(["a", "b", "c"]), epochs=2, global_size=8))
+        Loader(config(path=jsonl(["a", "b", "c"]), epochs=2, global_size=8))
     endless = take(config(path=jsonl(["a", "b", "c"]), global_size=8), 3)
     assert all(batch["mask"].any() for batch in endless)
 
 
 def test_a_vocabulary_too_small_is_refused(config: Make, numbered: str) -> None:
     with pytest.raises(UserError, match=r"has 257 tokens, .*model.vocab=256; use model.vocab=257"):
-        data.Loader(config(path=numbered, vocab=256))
+        Loader(config(path=numbered, vocab=256))
 
 
 def test_errors_of_the_thread_reach_the_consumer_at_their_turn(config: Make, tmp_path: Any) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "good"}\n' * 6 + "broken\n" + '{"text": "good"}\n' * 9)
-    with data.Loader(config(path=str(path), shuffle=False, packing=False, global_size=2)) as loader:
+    with Loader(config(path=str(path), shuffle=False, packing=False, global_size=2)) as loader:
         assert all(documents([next(loader)]) == {"good": 2} for _ in range(3))
         state = loader.state()
         for _ in range(2):
@@ -237,24 +238,24 @@ def test_broken_lines_are_passed_over_and_counted(config: Make, tmp_path: Any) -
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "good"}\n' * 3 + "broken\n" + '{"text": "' + "x" * 99_999 + "\n" + '{"text": "last"}\n')
     asked = {"path": str(path), "shuffle": False, "packing": False, "epochs": 1, "held_out": 0.0, "global_size": 1}
-    with data.Loader(config(**asked, on_invalid="skip")) as loader:
+    with Loader(config(**asked, on_invalid="skip")) as loader:
         assert documents(list(loader)) == {"good": 3, "last": 1}
         assert loader.corpus.summary() == ["of 6 documents read: 2 invalid ones skipped"]
-    assert data.tokenize(config(**asked, on_invalid="skip"), tmp_path / "cache")["records"] == 4
+    assert tokenize(config(**asked, on_invalid="skip"), tmp_path / "cache")["records"] == 4
     path.write_text("broken\n")
     with (
         pytest.raises(UserError, match=r"1000 consecutive records have no token to train on"),
-        data.Loader(config(path=str(path), on_invalid="skip", held_out=0.0, global_size=1)) as loader,
+        Loader(config(path=str(path), on_invalid="skip", held_out=0.0, global_size=1)) as loader,
     ):
         next(loader)
     with pytest.raises(UserError, match="every record is invalid"):
-        data.tokenize(config(**asked, on_invalid="skip"), tmp_path / "other")
+        tokenize(config(**asked, on_invalid="skip"), tmp_path / "other")
 
 
 def test_closing_stops_the_thread_also_when_python_exits(config: Make, numbered: str) -> None:
-    for close in (data.Loader.close, lambda loader: loader._stop.atexit and loader._stop()):
+    for close in (Loader.close, lambda loader: loader._stop.atexit and loader._stop()):
         before = threading.active_count()
-        loader = data.Loader(config(path=numbered))
+        loader = Loader(config(path=numbered))
         next(loader)
         assert threading.active_count() == before + 1
         close(loader)
@@ -266,4 +267,4 @@ def test_closing_stops_the_thread_also_when_python_exits(config: Make, numbered:
 def test_rows_that_do_not_exist_are_refused(config: Make, numbered: str) -> None:
     for rows in ([], [4], [-1]):
         with pytest.raises(ValueError, match="4 columns"):
-            data.Loader(config(path=numbered), rows=rows)
+            Loader(config(path=numbered), rows=rows)

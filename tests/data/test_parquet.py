@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxmem.config.sections import Config
-from jaxmem.data import Corpus, columns
+from jaxmem.data import columns
 from jaxmem.data.columns import MAX_DECODED_ROW_GROUPS
+from jaxmem.data.corpus import Corpus
 from jaxmem.data.jsonl import JsonRecords, JsonTexts
 from jaxmem.data.records import DocumentPiece, InvalidRecordError
 from jaxmem.errors import UserError
@@ -104,7 +105,7 @@ def test_conversations_in_columns(tmp_path: Path) -> None:
     place = saved_dataset(tmp_path / "chats", {"messages": [CHAT] * 4, "note": [None] * 4}, files=1)
     pq.write_table(pa.table({"messages": [CHAT] * 4}), tmp_path / "chats.parquet")
     lines = [open_records(JsonRecords, [path]) for path in (tmp_path / "chats.parquet", *place.glob("*.arrow"))]
-    assert [one.record(2)["messages"] for one in lines] == [CHAT, CHAT]
+    assert [one.rows.record(2)["messages"] for one in lines] == [CHAT, CHAT]
     assert [len(one) for one in lines] == [4, 4]
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxmem import data
 from jaxmem.config import load_config
 from jaxmem.config.hub import DatasetFiles
 from jaxmem.config.sections import Config
 from jaxmem.data import streaming
+from jaxmem.data.loader import Loader, merge_states
 from jaxmem.errors import UserError
 from jaxmem.training.lines import data_line
 from tests.data.test_loader import assert_equal, documents, take
@@ -59,7 +59,7 @@ def test_a_resumed_run_opens_the_next_files_only(
     opened: list[int] = []
     monkeypatch.setattr(streaming.StreamedFiles, "_path", lambda self, file: opened.append(file) or self._files[file])
     cfg = config(path=str(shards), streaming=True, sequence_length=64, packing=packing)
-    with data.Loader(cfg) as loader:
+    with Loader(cfg) as loader:
         states = [loader.state()]
         batches = []
         for number, batch in enumerate(islice(loader, 30)):
@@ -69,7 +69,7 @@ def test_a_resumed_run_opens_the_next_files_only(
             states.append(json.loads(json.dumps(loader.state())))
     for step in (0, 1, 14, 29):
         opened.clear()
-        with data.Loader(cfg) as loader:
+        with Loader(cfg) as loader:
             loader.restore(states[step])
             assert_equal([next(loader)], batches[step : step + 1])
             if not packing:  # with it, three batches are built ahead from several of these small files
@@ -105,7 +105,7 @@ def test_processes_read_other_files_and_go_on_with_another_number(config: Make, 
     cfg = config(path=str(shards), streaming=True, sequence_length=64, epochs=1, global_size=8, accumulate=2)
     parts, states = [], []
     for process in range(2):
-        with data.Loader(cfg, rows=range(2 * process, 2 * process + 2)) as loader:
+        with Loader(cfg, rows=range(2 * process, 2 * process + 2)) as loader:
             parts.append(list(islice(loader, 3)))
             states.append(loader.state())
             rest = list(loader)
@@ -114,12 +114,12 @@ def test_processes_read_other_files_and_go_on_with_another_number(config: Make, 
     found = [documents(part) for part in parts]
     assert sum(found, Counter()) == Counter(texts_of(shards))
     assert not {text[0] for text in found[0]} & {text[0] for text in found[1]}
-    merged = json.loads(json.dumps(data.merge_states(states)))
-    with data.Loader(cfg) as loader:  # one process
+    merged = json.loads(json.dumps(merge_states(states)))
+    with Loader(cfg) as loader:  # one process
         loader.restore(merged)
         both = list(loader)
     one_pass = config(path=str(shards), streaming=True, sequence_length=64, epochs=1, global_size=8)
-    with data.Loader(one_pass) as loader:  # and other micro-batches
+    with Loader(one_pass) as loader:  # and other micro-batches
         loader.restore(merged)
         rows = [{name: x.reshape(1, 8, *x.shape[2:]) for name, x in batch.items()} for batch in both]
         assert_equal(list(loader), rows)
@@ -162,7 +162,7 @@ def test_empty_files_and_settings_that_do_not_fit(config: Make, tmp_path: Path, 
 
 def test_the_line_of_a_run_names_the_files(config: Make, shards: Path) -> None:
     cfg = config(path=str(shards), streaming=True)
-    with data.Loader(cfg) as loader:
+    with Loader(cfg) as loader:
         line = data_line(cfg.data, cfg.batch.global_size, cfg.steps, loader.corpus, loader.corpus.check())
     assert line is not None
     assert f"{FILES} files" in line
@@ -171,7 +171,7 @@ def test_the_line_of_a_run_names_the_files(config: Make, shards: Path) -> None:
 def test_the_summary_counts_the_first_file(config: Make, shards: Path) -> None:
     """The records that `check` reads are counted only when they are read again."""
     (shards / "0.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n{"other": 1}\n' * 20)
-    with data.Loader(config(path=str(shards / "0.jsonl"), streaming=True, on_invalid="skip", shuffle=False)) as loader:
+    with Loader(config(path=str(shards / "0.jsonl"), streaming=True, on_invalid="skip", shuffle=False)) as loader:
         loader.corpus.check()
         assert loader.corpus.summary() == []
         list(islice(loader, 2))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmem.config.sections import Config
-from jaxmem.data import Corpus
+from jaxmem.data.corpus import Corpus
 from jaxmem.data.files import OPEN_FILES, find_files
 from jaxmem.data.records import TokenizedText
 from jaxmem.data.text import stdlib_files

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmem.data import tokenizer_for
 from jaxmem.data.records import DocumentPiece, document_tokens
-from jaxmem.data.tokenizer import Bytes
+from jaxmem.data.tokenizer import Bytes, tokenizer_for
 from jaxmem.errors import UserError
 
 

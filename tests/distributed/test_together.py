@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from jax._src.lib import _jax
 
-from jaxmem.checkpoint import Checkpoints
+from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.distributed import watch
 from jaxmem.distributed.cluster import Cluster
 
@@ -88,7 +88,7 @@ def test_an_error_that_all_have_is_each_ones_own(started: Any, program: Any) -> 
 FULL = """
     import resource, signal
     from jax.sharding import Mesh
-    from jaxmem.checkpoint import Checkpoints
+    from jaxmem.checkpoint.manager import Checkpoints
     from jaxmem.sharding import first_dim_sharding
 
     place = first_dim_sharding(Mesh(np.asarray(jax.devices()), ("all",)), "all")
@@ -131,7 +131,7 @@ def test_the_first_process_is_killed(started: Any, program: Any) -> None:
 # In place of END: one is killed, and what they do together fails in the other, at once or when its result is read.
 KILLED = """
     import os, signal
-    from jaxmem.checkpoint import Checkpoints
+    from jaxmem.checkpoint.manager import Checkpoints
     from jaxmem.distributed.agree import gather
     from jaxmem.sharding import first_dim_sharding
 

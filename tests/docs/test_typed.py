@@ -246,7 +246,7 @@ def searches_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "MEMORY_KNOBS", allowed(["update"]))
     monkeypatch.setattr(comparison, "METHODS", {name: METHODS[name] for name in ("full", "lora", "qlora")})
     monkeypatch.setattr(nearest, "DEFAULT_ALLOW", ("batch",))
-    monkeypatch.setattr(planning, "plan", PLAN)
+    monkeypatch.setattr(result, "plan", PLAN)
     monkeypatch.setattr(CompilerPool, "_answer", estimate)
 
 

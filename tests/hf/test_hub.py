@@ -88,7 +88,7 @@ def test_what_is_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 DATA = """
 import json, sys
 from jaxmem.config import load_config
-from jaxmem.data import Loader
+from jaxmem.data.loader import Loader
 from jaxmem.errors import UserError
 
 found = []
@@ -137,7 +137,7 @@ def test_a_dataset_of_the_hub_then_of_the_cache(tmp_path: Path) -> None:
 STREAM = """
 import json, sys
 from jaxmem.config import load_config
-from jaxmem.data import Loader
+from jaxmem.data.loader import Loader
 from jaxmem.errors import UserError
 
 found = []

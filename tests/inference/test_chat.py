@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxmem.checkpoint import Checkpoints
+from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.cli import main
 from jaxmem.config import save_config

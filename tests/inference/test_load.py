@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxmem import hf, models
-from jaxmem.checkpoint import Checkpoints
+from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.checkpoint.resume import refuse_changes
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.cli.start import load

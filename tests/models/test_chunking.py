@@ -9,10 +9,11 @@ import pytest
 from flax import nnx
 
 from jaxmem.config import Rope
-from jaxmem.models import Chunking, Execution
 from jaxmem.models.attention import Attention, AttentionSpec, Tokens
 from jaxmem.models.block import Block, GatedMlp
+from jaxmem.models.chunking import Chunking
 from jaxmem.models.layers import RMSNorm
+from jaxmem.models.network import Execution
 from jaxmem.models.rope import angles
 from jaxmem.step import program
 from tests.step.conftest import SMALL, config

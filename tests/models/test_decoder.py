@@ -10,8 +10,9 @@ from flax import nnx
 
 from jaxmem.config import Decoder as DecoderConfig
 from jaxmem.config import load_config
-from jaxmem.models import Decoder, Execution
+from jaxmem.models.decoder import Decoder
 from jaxmem.models.layers import dropout
+from jaxmem.models.network import Execution
 from jaxmem.stack import StackOptions
 
 

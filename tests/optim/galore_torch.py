@@ -25,7 +25,7 @@ import transformers
 from flax import nnx
 
 from jaxmem.config import Config, load_config
-from jaxmem.data import Loader
+from jaxmem.data.loader import Loader
 from jaxmem.hf import save
 from jaxmem.step import Program, program
 

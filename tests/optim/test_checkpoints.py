@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmem import optim
-from jaxmem.checkpoint import Checkpoints
+from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.quant import quantize
 from jaxmem.sharding import is_axes, layout_for, stored_axes
 from tests.optim.test_layouts import AXES, MESHES, weights

@@ -8,7 +8,7 @@ from flax.traverse_util import flatten_dict
 
 from jaxmem import optim
 from jaxmem.checkpoint.saved_state import SavedState
-from jaxmem.config import for_devices
+from jaxmem.config.devices import for_devices
 from jaxmem.config.optimizers import ApolloSettings, GaLoreSettings, QGaLoreSettings
 from jaxmem.errors import UserError
 from jaxmem.sharding.weights import is_quantized

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmem import planning
-from jaxmem.checkpoint import Checkpoints
+from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.errors import UserError
 from jaxmem.estimate.state import bytes_on_device
 from jaxmem.step import host_placement, program

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxmem import optim
-from jaxmem.checkpoint import Checkpoints
+from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.config.sections import Precision
 from jaxmem.errors import UserError
 from jaxmem.estimate.memory import estimate

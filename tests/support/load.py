@@ -83,7 +83,7 @@ def measure(cfg: Config) -> dict[str, Any]:
     """In this process, which must not have loaded any data before."""
     import jax
 
-    from jaxmem.data import Loader
+    from jaxmem.data.loader import Loader
     from jaxmem.step import program
 
     built = program(cfg, jax.devices())

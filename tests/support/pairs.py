@@ -566,7 +566,7 @@ def _accept(built: Program, _: str | None) -> None:
 
 def refused_at_run(row: Row) -> Outcome:
     """The outcome of a row, as far as a run is refused: without compiling or training."""
-    with mock.patch("jaxmem.planning.plan_program", _accept):
+    with mock.patch("jaxmem.planning.result.plan_program", _accept):
         try:
             trained(overrides(row))
         except UserError as error:

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from gguf import GGUFWriter
 from PIL import Image
 
-from jaxmem.checkpoint import Checkpoints
+from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.config import Decoder, load_config
 from jaxmem.config.gguf import directory_contents
 from jaxmem.config.hugging_face import decoder_fields, fields_of

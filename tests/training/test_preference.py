@@ -10,8 +10,8 @@ from flax import nnx
 
 from jaxmem.config import load_config
 from jaxmem.config.devices import for_devices
-from jaxmem.data import Corpus, Loader
-from jaxmem.data.corpus import fingerprint
+from jaxmem.data.corpus import Corpus, fingerprint
+from jaxmem.data.loader import Loader
 from jaxmem.errors import UserError
 from jaxmem.inference.evaluate import evaluate
 from jaxmem.inference.reference import file_for, read, reference_logprobs, reference_of

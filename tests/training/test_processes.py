@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmem.checkpoint import Checkpoints
+from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.config import Config, load_config, save_config
 from jaxmem.distributed.launch import environments
 from jaxmem.training.run import run

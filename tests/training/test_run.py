@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxmem.checkpoint import Checkpoints
+from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.inference.evaluate import Evaluator
@@ -100,7 +100,7 @@ def test_a_finished_run_is_left_alone(config, capsys, monkeypatch):
     first = run(config())
     before = metrics(first.directory)
     with monkeypatch.context() as patch:
-        patch.setattr("jaxmem.planning.plan_program", None)
+        patch.setattr("jaxmem.planning.result.plan_program", None)
         again = run(config())
     assert "12 steps are done" in capsys.readouterr().out
     assert again.step == 12
@@ -157,7 +157,7 @@ def test_data_without_a_target_token_stops_the_run(config, tmp_path):
 def test_a_broken_record_is_found_before_compiling(config, tmp_path, monkeypatch):
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"text": "good"}\n' * 9 + '{"text": 3}\n' + '{"text": "good"}\n' * 90)
-    monkeypatch.setattr("jaxmem.planning.plan_program", None)
+    monkeypatch.setattr("jaxmem.planning.result.plan_program", None)
     with pytest.raises(UserError, match=r"broken\.jsonl, line 10: text must be a string"):
         run(config(data={"source": "jsonl", "path": str(broken)}))
 
@@ -325,7 +325,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(config
         planned = plan_program(*built)
         return dataclasses.replace(planned, target=dataclasses.replace(planned.target, memory=100_000))
 
-    monkeypatch.setattr("jaxmem.planning.plan_program", cramped)
+    monkeypatch.setattr("jaxmem.planning.result.plan_program", cramped)
     monkeypatch.setattr("jaxmem.search.nearest.DEFAULT_ALLOW", ("batch",))  # tests/search has the rest of the advice
     monkeypatch.setattr("jaxmem.search.nearest.METHODS", {})
     with pytest.raises(
