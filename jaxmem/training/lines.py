@@ -24,7 +24,7 @@ FEW_PASSES = 5  # passes that the warning proposes
 
 def work_of(built: Program) -> Work:
     """Tokens and FLOPs of an update on all devices."""
-    from jaxmem.planning.flops import ideal_flops
+    from jaxmem.planning.result import ideal_flops
 
     cfg = built.cfg
     length = cfg.data.sequence_length if cfg.reads_text else 1
