@@ -21,6 +21,7 @@ from jaxmem.models.cross_entropy import max_update_entries, separate_cross_entro
 from jaxmem.models.layers import split_keys
 from jaxmem.models.network import STATISTICS, Flow, MatrixPart, Network, NetworkPart, Part, names_parts, run_parts
 from jaxmem.models.vocab_slices import VocabOpResult
+from jaxmem.sharding import mean_over_groups
 
 Batch = dict[str, jax.Array]
 FORWARD_STATE = "state"  # the key, in a batch and in sums, of what the forward pass changes
@@ -35,6 +36,7 @@ class Objective:
     network_parts: Callable[[Any, Batch, jax.Array | None], list[NetworkPart]]
     loss_parts: Callable[[Any, Batch], list[NetworkPart]]  # from the result of the network to the sums
     is_of_script: bool = False  # a script's loss is one part, also if the network names its parts
+    needs_all_rows: bool = False  # the loss of a row depends on the other rows of its micro-batch
 
     def __call__(self, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
         return self.sums(network, self.features(network, batch, keys), batch)
@@ -61,7 +63,7 @@ def objective_of(complete: config.Config) -> Objective:
     cfg = complete.objective
     memory = complete.memory
     if cfg.name == "own":
-        return Objective(partial(_user_loss, complete.user), _user_sums, is_of_script=True)
+        return Objective(partial(_user_loss, complete.user), _user_sums, is_of_script=True, needs_all_rows=True)
     terms = {"label_smoothing": cfg.label_smoothing, "z_loss": cfg.z_loss}
     parts: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         "next_token": (_tokens, partial(_token_losses, memory, _next_token, terms)),
@@ -72,7 +74,7 @@ def objective_of(complete: config.Config) -> Objective:
         "regress_l2": (_images, partial(_last, partial(_regress, jnp.square))),
         "contrastive": (_pairs, partial(_last, partial(_contrastive, cfg))),
     }
-    return Objective(*parts[cfg.name])
+    return Objective(*parts[cfg.name], needs_all_rows=cfg.name == "contrastive")
 
 
 def means(sums: Sums) -> dict[str, jax.Array]:
@@ -97,8 +99,11 @@ def _sums_of_user(user: UserObjects, network: Any, batch: Batch, keys: jax.Array
     loss_function = user.loss_with_keys or user.loss
     if loss_function is None:
         raise UserError("objective.name=own requires the argument loss: jaxmem.train(cfg, loss=...)")
-    rows = batch["mask"].shape[0]
-    if user.data is not None:
+    mask = batch["mask"]
+    rows = jnp.float32(mask.shape[0])
+    if user.data is None:  # a row without a target is padding
+        rows = jnp.sum(jnp.any(mask.reshape(mask.shape[0], -1) > 0, axis=-1), dtype=jnp.float32)
+    else:
         batch = {name: x for name, x in batch.items() if name in user.data.first}
     if isinstance(network, FlaxNetwork):
         floating = {name: x for name, x in batch.items() if jnp.issubdtype(x.dtype, jnp.floating)}
@@ -115,7 +120,7 @@ def _sums_of_user(user: UserObjects, network: Any, batch: Batch, keys: jax.Array
         )
     if wrong := [name for name, x in metrics.items() if jnp.shape(x) or name in ("loss", "count")]:
         raise UserError(f"loss: the metric {wrong[0]} must be a scalar, and must not have the name loss or count")
-    return {name: jnp.float32(x) * rows for name, x in {"loss": loss, **metrics}.items()} | {"count": jnp.float32(rows)}
+    return {name: jnp.float32(x) * rows for name, x in {"loss": loss, **metrics}.items()} | {"count": rows}
 
 
 def trained_sum(sums: Sums) -> jax.Array:
@@ -218,11 +223,12 @@ def _likelihoods(per_token: jax.Array, batch: Batch) -> jax.Array:
 
 
 def _with_router(sums: Sums, router: jax.Array | None, mask: jax.Array) -> Sums:
-    """Adds the statistics of routers: their means over the tokens with a target, times the count. With one target per
-    token this is a plain sum, so it does not depend on how rows are divided over devices and micro-batches."""
+    """Adds the statistics of routers: their means over the tokens of all devices with a target, times the count. With
+    one target per token this is a plain sum, so it does not depend on how rows are divided into micro-batches."""
     if router is None:
         return sums
-    weight = mask * (sums["count"] / jnp.maximum(jnp.sum(mask), 1.0))
+    tokens = jnp.maximum(mean_over_groups(jnp.sum(mask)), jnp.finfo(jnp.float32).tiny)
+    weight = mask * (mean_over_groups(sums["count"]) / tokens)
     totals = jnp.einsum("btn,bt->n", router, weight)
     return sums | dict(zip(STATISTICS, totals, strict=True))
 

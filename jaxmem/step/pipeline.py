@@ -24,7 +24,7 @@ from jaxmem.pipeline.loop import AXIS, PipelineNetwork, run
 from jaxmem.pipeline.stage_layers import LayersOfStage
 from jaxmem.pipeline.timetable import Timetable, evaluation
 from jaxmem.quant.precision import Params
-from jaxmem.sharding import Axes, current, is_axes, map_stages, stored_axes, vocab_parts
+from jaxmem.sharding import Axes, Layout, current, is_axes, map_stages, stored_axes, vocab_parts
 from jaxmem.sharding.trees import without
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack import StackCall, Visitor
@@ -90,8 +90,9 @@ def pipeline_gradients(
     model = spec.model
     layout = current()
     assert model.execution.pipeline is not None
-    local = () if layout is None else layout.local_gradient_axes
-    result = execute(spec, model.execution.pipeline.timetable, objective_of(spec.cfg), params, (batch, keys), scale)
+    objective = objective_of(spec.cfg)
+    local = _local_axes(layout, objective)
+    result = execute(spec, model.execution.pipeline.timetable, objective, params, (batch, keys), scale)
     axes = model.select(model.axes)
     dtype = model.execution.dtype
     stack = stacks_of(model)[-1]
@@ -103,6 +104,11 @@ def pipeline_gradients(
         return Reduce(layout, names, local, dtype).reduce_groups(g).astype(jnp.float32)
 
     return jax.tree.map(reduce, axes, grads, is_leaf=is_axes), result.sums
+
+
+def _local_axes(layout: Layout | None, objective: Objective) -> tuple[str, ...]:
+    """The mesh axes along which each device has the loss and the gradients of its own rows."""
+    return () if layout is None or objective.needs_all_rows else layout.local_gradient_axes
 
 
 def pipeline_sums(spec: StateSpec, objective: Objective, params: Params, batch: Batch) -> Sums:
@@ -140,7 +146,7 @@ def execute(
     name = stacks_of(model)[-1]
     assert layout is not None
     assert pipeline is not None
-    local = layout.local_gradient_axes if visit is None else ()
+    local = _local_axes(layout, objective) if visit is None else ()
     learns = jax.tree.map(lambda x: x is not None, model.select(model.axes), is_leaf=lambda x: x is None or is_axes(x))
 
     def stage(arrays: Tree, outside: Tree, batch: Tree, replicated: Tree) -> tuple[Tree, Tree, tuple[Sums, Tree]]:

@@ -134,7 +134,7 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
             micro_batch, keys = jax.tree.map(lambda x: x[0], (batch, row_keys))
             by_layer = not partial_stacks and applies_hooks_by_layer(loss, proxies, micro_batch, keys, axes)
         of_micro_batch = loss if by_layer else loss_of_hooked
-        dtype = None if objective.is_of_script else model.execution.dtype
+        dtype = None if objective.needs_all_rows else model.execution.dtype
         grads, sums = accumulate(of_micro_batch, proxies, batch, row_keys, axes, dtype, begin)
     divisor = jnp.maximum(sums["count"], 1.0) * scale
     return jax.tree.map(lambda g: (g.astype(jnp.float32) / divisor).astype(g.dtype), grads), sums

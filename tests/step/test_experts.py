@@ -56,6 +56,19 @@ def test_a_kernel_of_sharded_experts_has_the_same_losses(alone):
     assert trained.metrics[0] == pytest.approx(alone.metrics[0], rel=2e-5, abs=1e-6)
 
 
+@pytest.mark.exhaustive
+def test_losses_of_routers_weigh_tokens_alike_on_all_devices():
+    """Pairs of answers of unequal lengths, whose losses are means per pair."""
+    dpo = {
+        "objective": {"name": "dpo"},
+        "data": {"source": "preference", "path": "x.jsonl", "sequence_length": 24, "packing": False},
+    }
+    sections = {**dpo, "adapter": {"kind": "lora", "rank": 2}, "optimizer": {"epsilon": 1e-3}}
+    alone = Trained(mixture(**sections), updates=1)
+    apart = Trained(mixture(**sections, mesh={"replica": 2}, zero=0), 2, updates=1, begin=alone)
+    assert apart.metrics[0] == pytest.approx(alone.metrics[0], rel=2e-5, abs=1e-6)
+
+
 def only_adapters_change(trained):
     before, after = (flatten_dict(jax.tree.map(np.array, tree), sep=".") for tree in (trained.first, trained.params))
     for name, value in before.items():

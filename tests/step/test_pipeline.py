@@ -17,6 +17,7 @@ from jaxmem.step.state import TrainState
 from tests.step.conftest import SMALL, Trained, batch_for, config
 from tests.support.generation import generate
 from tests.support.stages import arranged
+from tests.support.tiers import cases
 
 MODEL = {"preset": "tiny", **SMALL, "vocab": 264}
 
@@ -122,6 +123,19 @@ def test_padding_layers_stay_zero():
             assert leaf.shape[0] == 4
             assert not np.asarray(leaf[3]).any()
             assert np.asarray(leaf[2]).any()
+
+
+@pytest.mark.parametrize("zero", cases([0, 3], 0))
+def test_a_loss_of_pairs_of_rows_sees_the_rows_of_all_devices(zero):
+    """The negatives of a row are on all devices, also where each stage has rows of its own."""
+    sections = {
+        "model": {"family": "vit", "layers": 2, "embed": 16, "mlp": 32, "heads": 2, "outputs": 8},
+        "objective": "contrastive",
+        "data": {"source": "digits"},
+    }
+    alone = Trained(config(**sections), updates=1)
+    spread = config(**sections, mesh={"stage": 2, "replica": 2}, zero=zero)
+    Trained(spread, 4, updates=1, begin=alone).agrees_with(alone, atol=1e-4)
 
 
 @pytest.mark.exhaustive

@@ -240,7 +240,7 @@ def _read_rows(file: Path) -> None:
     records = open_records(JsonRecords, [file])
     try:
         for index in range(len(records)):
-            records.record(index)
+            records.rows.record(index)
     finally:
         records.close()
 
