@@ -9,8 +9,11 @@ import optax
 import pytest
 from flax import nnx
 
+from jaxmem.config import load_config
 from jaxmem.config.methods import config_with
+from jaxmem.config.user import UserObjects
 from jaxmem.errors import UserError
+from jaxmem.inference.evaluate import Evaluator
 from jaxmem.models.linear import Linear
 from jaxmem.stack import apply_call, stack_call, stacked
 from jaxmem.step import program
@@ -236,3 +239,29 @@ def test_a_metric_of_the_weights_of_layers_has_no_gradient_that_would_be_lost():
 
     _, metrics = after_an_update({"network": OfLayers, "loss": loss})
     assert metrics["norm"] > 0
+
+
+def mean_over_real_rows(network, batch):
+    losses = optax.softmax_cross_entropy_with_integer_labels(network(batch["inputs"]), batch["targets"])
+    return (losses * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def test_rows_of_padding_do_not_count_in_an_evaluation():
+    """The last batch of the held-out images is not full."""
+    means = []
+    for rows in (3, 32):
+        cfg = load_config(
+            {
+                "name": "x",
+                "objective": "own",
+                "model": {"family": "mlp", "layers": 1, "embed": 16, "mlp": 16, "outputs": 10},
+                "data": {"source": "digits", "held_out": 0.02},
+                "batch": {"global_size": rows},
+                "precision": {"compute": "float32"},
+                "train": {"steps": 1},
+            }
+        )
+        built = program(cfg.with_user(UserObjects(loss=mean_over_real_rows)), jax.devices()[:1])
+        with Evaluator(built) as evaluate:
+            means.append(evaluate(built.initialise().params))
+    assert means[0] == pytest.approx(means[1], rel=1e-5)
