@@ -201,8 +201,14 @@ class StageLayers:
         else:
             derivative = self._derivative
             assert derivative is not None
-            saved = jax.eval_shape(lambda: derivative.forward(*self._example())[1])
-            stored = [empty((of_items * self._p.group, *array.shape), array.dtype) for array in saved]
+            saved = jax.make_jaxpr(lambda: derivative.forward(*self._example())[1])().out_avals
+            stored = [
+                # A policy has sent the values that it offloads by name to the host already.
+                (zeros_on_host if array.memory_space == jax.memory.Space.Host else empty)(
+                    (of_items * self._p.group, *array.shape), array.dtype
+                )
+                for array in saved
+            ]
         return stored
 
     def zero_gradients(self) -> Gradients:

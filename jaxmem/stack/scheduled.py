@@ -4,7 +4,7 @@ Weights are indexed inside of the loop; passing slices would copy them. In addit
 backward pass stores the intermediates of one layer and its gradient. Weights in host memory are copied one layer ahead.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from jaxmem.kernels.scopes import run_count
-from jaxmem.sharding import GROUPS, current
+from jaxmem.sharding import GROUPS, Layout, current
 from jaxmem.sharding.host import device_leaves, host_leaves, put_layer, take_layer, to_device
 from jaxmem.sharding.trees import fill
 from jaxmem.sharding.weights import (
@@ -145,7 +145,7 @@ def by_plan(call: StackCall) -> tuple[Tree, Tree]:
         stored, slots, inputs, shared, last = saved
         hooked = hooks_in_place(stored)  # all trainable weights of the stack, or none
         weights = without_hooks_in_place(stored)
-        saved_call = replace(call, weights=weights, inputs=inputs, shared=shared)
+        saved_call = replace(call, run=_in_groups(call.run), weights=weights, inputs=inputs, shared=shared)
 
         def step(carry: _Carry, of_step: tuple[jax.Array, jax.Array, Tree]) -> tuple[_Carry, tuple[Tree, Tree]]:
             layer, slot, of_output = of_step
@@ -188,6 +188,32 @@ def _write_results(
     return [put_layer(result, layer, w.hook(g, take_layer(result, layer))) for w, result, g in of_weights]
 
 
+def _in_groups(run: Run) -> Run:
+    """`run` in a backward pass, where jax does not bind the axis of the groups of rows."""
+    layout = current()
+    if layout is None or not layout.vmapped:
+        return run
+
+    @custom_vmap
+    def of_group(*arguments: Tree) -> tuple[Tree, Tree]:
+        """Traced once for its shapes."""
+        with replace(layout, vmapped=()):
+            return run(*arguments)
+
+    @of_group.def_vmap
+    def _(_: int, batched: list[Tree], *arguments: Tree) -> tuple[tuple[Tree, Tree], Tree]:
+        results = _mapped(run, batched, layout)(*arguments)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return of_group
+
+
+def _mapped(run: Run, batched: Sequence[Tree], layout: Layout) -> Run:
+    """`run` for all groups of rows. `batched`: which of its arguments differ between groups."""
+    in_axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(batched))
+    return jax.vmap(run, in_axes=in_axes, axis_name=GROUPS, spmd_axis_name=layout.vmapped)
+
+
 def _derivative(run: Run, *arguments: Tree) -> Callable[[Tree, Tree], tuple[Tree, ...]]:
     """Returns a function: (gradients of x and of the output) -> (gradients of weights, x, input and shared inputs).
     Arrays of integers and PRNG keys have None as their gradient."""
@@ -205,8 +231,7 @@ def _derivative(run: Run, *arguments: Tree) -> Callable[[Tree, Tree], tuple[Tree
     # rows, and the mapped function is differentiated.
     @of_group.def_vmap
     def _(groups: int, batched: Tree, arguments: Tree, g: Tree) -> tuple[Tree, Tree]:
-        in_axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched[0])
-        mapped = jax.vmap(run, in_axes=tuple(in_axes), axis_name=GROUPS, spmd_axis_name=layout.vmapped)
+        mapped = _mapped(run, batched[0], layout)
         every = lambda x, is_batched: x if is_batched else jnp.broadcast_to(x, (groups, *x.shape))  # noqa: E731
         gradients = _gradients(mapped, arguments, jax.tree.map(every, g, batched[1]))
         # The gradient of an argument that all groups share is the sum over groups, and not batched.
