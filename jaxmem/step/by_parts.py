@@ -10,7 +10,7 @@ gradient, but gradients are propagated through them.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax.extend.core import Var
 from jaxmem.models.network import Flow, Layers, MatrixPart, NetworkPart, run_parts
 from jaxmem.models.vocab_slices import VocabOpResult, VocabSlices
 from jaxmem.quant.precision import Params
-from jaxmem.sharding.trees import Path, merge, nest, replace_at, select, subtree, without
+from jaxmem.sharding.trees import Path, merge, nest, replace_at, subtree, without
 from jaxmem.sharding.weights import differentiable, is_quantized, with_gradients
 from jaxmem.stack import ForwardPass, forward
 from jaxmem.step.model import ModelSpec
@@ -68,7 +68,16 @@ class PassedFunctions:
     flow: Flow
 
 
+OfStack = TypeVar("OfStack")
 Passed = PassedStack | PassedMatrix | PassedFunctions
+
+
+class Gradients(NamedTuple, Generic[OfStack]):
+    """What a backward pass returns."""
+
+    of_stacks: Sequence[OfStack]  # what was made of the gradients of each stack, from the last stack to the first
+    of_matrices: dict[Path, MatrixGradient]  # of the matrices whose gradients are computed in slices
+    of_others: Params  # of the other parameters outside of stacks
 
 
 @dataclass(frozen=True)
@@ -109,28 +118,28 @@ class ForwardByParts:
     def stacks(self) -> list[PassedStack]:
         return [passed for passed in self.passed if isinstance(passed, PassedStack)]
 
+    def loss_gradients(self) -> tuple[Params, Flow]:
+        """Gradients of the mean loss: of the parameters outside of stacks, as far as the functions after the last stack
+        or matrix use them, and of what they read."""
+        return self.loss_derivative(1.0 / jnp.maximum(self.sums["count"], 1.0))
+
     def backward(
-        self,
-        stack_backward: Callable[[PassedStack, Tree], Tree],
-        on_last_gradients: Callable[[Params], object] = lambda _: None,
-    ) -> tuple[Params, dict[Path, MatrixGradient]]:
-        """Gradients of the mean loss.
+        self, grads: Params, g: Flow, stack_backward: Callable[[PassedStack, Tree], tuple[OfStack, Tree]]
+    ) -> Gradients[OfStack]:
+        """Back through the parts.
 
         Args:
-            stack_backward: differentiates a stack: it maps the gradient of the output to the gradient of the input.
-            on_last_gradients: is called first, with the gradients of `last_parameters`; the stacks are differentiated
-                after it returns.
-
-        Returns:
-            The gradients of the parameters outside of stacks, without the matrices whose gradients are computed in
-            slices; and the gradients of these, by path.
+            grads, g: `loss_gradients`.
+            stack_backward: differentiates a stack: from the gradient of its output it returns what it makes of the
+                gradients of the layers, and the gradient of the input.
         """
-        grads, g = self.loss_derivative(1.0 / jnp.maximum(self.sums["count"], 1.0))
-        _, g = jax.lax.optimization_barrier((on_last_gradients(select(grads, self.last_parameters)), g))
+        of_stacks = list[OfStack]()
         uses: dict[Path, list[tuple[VocabOpResult, jax.Array]]] = {}  # of the matrices, with the gradients of results
         for passed in reversed(self.passed):
             if isinstance(passed, PassedStack):
-                g = g._replace(x=stack_backward(passed, g.x))
+                of_stack, input_gradient = stack_backward(passed, g.x)
+                of_stacks.append(of_stack)
+                g = g._replace(x=input_gradient)
             elif isinstance(passed, PassedMatrix):
                 uses.setdefault(passed.path, []).append((passed.result, g.x))
                 grads = self._with_complete_gradient(grads, passed, g.x)
@@ -140,7 +149,7 @@ class ForwardByParts:
                 of_functions, g = derivative(g)
                 grads = jax.tree.map(jnp.add, grads, of_functions)
         in_slices = {path: MatrixGradient(uses[path]) for path in self.sliced if path not in self.frozen}
-        return without(grads, self.sliced), in_slices
+        return Gradients(of_stacks, in_slices, without(grads, self.sliced))
 
     def _with_complete_gradient(self, grads: Params, passed: PassedMatrix, g: jax.Array) -> Params:
         """`grads` plus the gradient of a matrix that functions use too."""

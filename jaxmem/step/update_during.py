@@ -37,7 +37,7 @@ from jaxmem.sharding.trees import Path, merge, nest, select, single_weights, wit
 from jaxmem.sharding.weights import is_quantized
 from jaxmem.stack import Visitor, merge_micro_batches
 from jaxmem.step import nonfinite
-from jaxmem.step.by_parts import ForwardByParts, PassedStack, forward_by_parts
+from jaxmem.step.by_parts import ForwardByParts, MatrixGradient, PassedStack, forward_by_parts
 from jaxmem.step.objective import Batch, Sums
 from jaxmem.step.state import StateSpec, TrainState
 from jaxmem.step.update_from_host import StackUpdate
@@ -79,9 +79,8 @@ def update_during_backward(
         return VocabUpdate(group, weight, group.state(opt_state), spec.gradient_dtype, entries)
 
     norm = _gradient_norm(network, groups, vocab_update) if spec.cfg.needs_global_norm_first else None
-    updates: list[Updated] = []
 
-    def update_stack(stack: PassedStack, g: Tree) -> Tree:
+    def update_stack(stack: PassedStack, g: Tree) -> tuple[Updated, Tree]:
         """Backward through a stack, updating its layers. Maps the output gradient to the input gradient."""
         layers = stack.result.call.layers
         update = LayerUpdate(
@@ -97,27 +96,31 @@ def update_during_backward(
         visitor = Visitor(update.initial_carry(stack.trainable, layers), weights, visit)
         if spec.offloads("optimizer"):  # the state of a layer is copied while its gradient is computed
             visitor = replace(visitor, fetch=update.fetch)
-        updated, g = stack.result.backward(g, visitor)
-        updates.append(updated)
-        return g
+        return stack.result.backward(g, visitor)
 
-    def update_unstacked(grads: Tree) -> Tree:
-        """Updates the parameters outside of stacks together."""
+    def update_unstacked(grads: Tree) -> Updated:
+        """Updates parameters outside of stacks together."""
         if not jax.tree.leaves(grads):
-            return grads
+            return Updated({}, [], {})
         weights = select(state.params, grads)
         group = spec.group(weights)
         grads = constrain_tree(grads, group.axes, "gradients")
         before = group.state(opt_state)
         new, new_state = group.update(grads, fetch_from_host(before), weights, write, norm=norm)
-        updates.append(Updated(new, [send_like(new_state, before)], jax.tree.map(sum_of_squares, grads)))
-        return new
+        return Updated(new, [send_like(new_state, before)], jax.tree.map(sum_of_squares, grads))
 
-    grads, matrices = network.backward(update_stack, on_last_gradients=update_unstacked)
-    update_unstacked(without(grads, flatten_dict(network.last_parameters)))
-    for path, gradient in matrices.items():
+    def update_matrix(path: Path, gradient: MatrixGradient) -> Updated:
         new, new_state, square = vocab_update(path).update(gradient, write, norm)
-        updates.append(Updated(new, [new_state], nest(path, square)))
+        return Updated(new, [new_state], nest(path, square))
+
+    grads, g = network.loss_gradients()
+    last = update_unstacked(select(grads, network.last_parameters))
+    _, g = jax.lax.optimization_barrier((last.weights, g))
+    gradients = network.backward(grads, g, update_stack)
+    others = update_unstacked(without(gradients.of_others, flatten_dict(network.last_parameters)))
+    matrices = [update_matrix(path, gradient) for path, gradient in gradients.of_matrices.items()]
+    updates = [last, *gradients.of_stacks, others, *matrices]
+
     axes = spec.model.select(spec.model.axes)
     zeros = jax.tree.map(lambda _: 0, axes, is_leaf=is_axes)
     squares = nonfinite.in_backward_order(merge(zeros, *(update.squares for update in updates)), axes)
@@ -130,20 +133,17 @@ def _gradient_norm(
     network: ForwardByParts, groups: dict[Path, list[ParameterGroup]], vocab_update: Callable[[Path], VocabUpdate]
 ) -> jax.Array:
     """The norm of all gradients, computed in a backward pass that discards them."""
-    sums = []
 
-    def stack_backward(stack: PassedStack, g: Tree) -> Tree:
+    def stack_backward(stack: PassedStack, g: Tree) -> tuple[jax.Array, Tree]:
         def visit(squares: jax.Array, _: jax.Array, dw: Tree, __: None) -> jax.Array:
             return add_squares(squares, groups[stack.path], nest(stack.path, dw))
 
         zero = jnp.zeros((), jnp.float32)
-        squares, g = stack.result.backward(g, Visitor(zero, lambda _: stack.result.call.weights, visit))
-        sums.append(squares)
-        return g
+        return stack.result.backward(g, Visitor(zero, lambda _: stack.result.call.weights, visit))
 
-    grads, matrices = network.backward(stack_backward)
-    sums += [vocab_update(path).squares(gradient) for path, gradient in matrices.items()]
-    return jnp.sqrt(sum_of_squares(grads) + sum(sums))
+    gradients = network.backward(*network.loss_gradients(), stack_backward)
+    of_matrices = [vocab_update(path).squares(gradient) for path, gradient in gradients.of_matrices.items()]
+    return jnp.sqrt(sum_of_squares(gradients.of_others) + sum(gradients.of_stacks) + sum(of_matrices))
 
 
 class Updated(NamedTuple):
