@@ -20,8 +20,8 @@ import jax
 import jaxmem
 from jaxmem.inference.chat import TextGenerator
 from jaxmem.inference.generate import Sampling
-from jaxmem.planning import plan_program
-from jaxmem.step import program
+from jaxmem.planning.result import plan_program
+from jaxmem.step.programs import program
 
 RUN = Path("runs/demo")
 PROMPTS = (

@@ -8,8 +8,7 @@ import argparse
 from collections.abc import Sequence
 
 import jaxmem
-from jaxmem.planning import format_bytes
-from jaxmem.planning.units import format_seconds
+from jaxmem.planning.units import format_bytes, format_seconds
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
 

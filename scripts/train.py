@@ -21,7 +21,8 @@ from jaxmem.data.loader import merge_states
 from jaxmem.distributed.agree import any_process, gather
 from jaxmem.distributed.join import joined
 from jaxmem.inference.load import initial_state
-from jaxmem.planning import plan_program, resolve_remat
+from jaxmem.planning.budget import resolve_remat
+from jaxmem.planning.result import plan_program
 from jaxmem.planning.targets import local_target
 from jaxmem.training.restore import data_fingerprint, restore
 

@@ -20,7 +20,7 @@ from jaxmem.data.loader import Loader
 from jaxmem.errors import UserError
 from jaxmem.machine import devices
 from jaxmem.machine.stderr import filtered
-from jaxmem.planning import plan
+from jaxmem.planning.result import plan
 from jaxmem.search.knobs import DEFAULT_ALLOW
 from jaxmem.training.memory_check import DoesNotFitError
 
@@ -161,7 +161,7 @@ def test_the_first_plan_for_gpus_names_what_other_scripts_need(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned = SimpleNamespace(as_json=dict, target=SimpleNamespace(gpu="h100-80gb"))
-    monkeypatch.setattr("jaxmem.planning.plan", lambda *_, **__: planned)
+    monkeypatch.setattr("jaxmem.planning.result.plan", lambda *_, **__: planned)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     command = ("plan", str(run / "config.yaml"), "--target", "h100-80gb:8", "--json", "--no-check")
     notes = [jaxmem(*command, capsys=capsys)[2].count("JAX_PLATFORMS=cpu") for _ in range(2)]
@@ -183,7 +183,7 @@ def test_a_run_that_does_not_fit_names_the_command_of_the_search(
 def test_plan_for_a_target(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     planned = SimpleNamespace(as_json=dict, fits=True, target=SimpleNamespace(gpu=None))
-    monkeypatch.setattr("jaxmem.planning.plan", lambda _, target, **__: asked.append(target) or planned)
+    monkeypatch.setattr("jaxmem.planning.result.plan", lambda _, target, **__: asked.append(target) or planned)
     for arguments in ([], ["--target", "h100-80gb:8"]):
         assert jaxmem("plan", str(run / "config.yaml"), *arguments, "--json", capsys=capsys)[:2] == (0, "{}\n")
     assert asked == [None, "h100-80gb:8"]

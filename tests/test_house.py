@@ -236,13 +236,14 @@ def test_importing_loads_few_modules(tmp_path: Path) -> None:
 
 def test_public_names() -> None:
     import jaxmem
-    from jaxmem import config, errors, kernels, planning
+    from jaxmem import config, errors, kernels
+    from jaxmem.planning.result import plan
     from jaxmem.training.run import run
 
     assert jaxmem.load_config is config.load_config
     assert jaxmem.Config is config.Config
     assert jaxmem.UserError is errors.UserError
-    assert jaxmem.plan is planning.plan
+    assert jaxmem.plan is plan
     assert jaxmem.train is run
     assert jaxmem.kernels is kernels
     assert {"Config", "kernels", "load_config", "optim", "plan"} <= set(dir(jaxmem))

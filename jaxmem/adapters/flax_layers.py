@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxmem.quant import QTensor, values_of
-from jaxmem.sharding import Axis
+from jaxmem.sharding.table import Axis
 
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Embed)
 

@@ -43,8 +43,8 @@ from jaxmem.models.layers import Keys, dropout, fetch
 from jaxmem.models.linear import Linear, matmul
 from jaxmem.models.network import Network
 from jaxmem.quant import QTensor, values_of
-from jaxmem.sharding import Axes, Axis
 from jaxmem.sharding.host import fetch_from_host
+from jaxmem.sharding.table import Axes, Axis
 from jaxmem.sharding.weights import store_new
 
 

@@ -59,10 +59,11 @@ def plan(
         raise UserError(f"--simulate {simulate} and --target {target} both select devices; use one of them")
     _check_files({"--write": write, "--html": html, "--png": png})
     cfg = _config(source, overrides, target, simulate, method=method, sequence_length=sequence_length, batch=batch)
-    from jaxmem import planning, report
+    from jaxmem import report
+    from jaxmem.planning.result import plan
 
     with only_json(as_json), _status() as progress:
-        planned = planning.plan(cfg, target, reserve_gib=reserve, progress=progress)
+        planned = plan(cfg, target, reserve_gib=reserve, progress=progress)
         if html:
             report.write_page(planned, html)
         if png:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from jaxmem.sharding import first_dim_sharding
+from jaxmem.sharding.layout import first_dim_sharding
 
 Op = Literal["sum", "max", "mean"]
 _REDUCE: dict[Op, Callable[..., jax.Array]] = {"sum": jax.lax.psum, "max": jax.lax.pmax, "mean": jax.lax.pmean}

@@ -6,11 +6,3 @@ chunks   the chunks in which one device computes, where the config says auto
 memory   bytes of one device at the peak
 seconds  the time of a step
 """
-
-from jaxmem.lazy import lazy_names
-
-__getattr__, __all__ = lazy_names(
-    __name__,
-    memory="Estimate estimate predict",
-    state="bytes_on_device",
-)

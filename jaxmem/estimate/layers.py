@@ -19,7 +19,9 @@ from jaxmem.config import Config, Decoder
 from jaxmem.estimate.passes import LOOPS, MATMULS, inside, matmul, on_one_device, shape_of, without_sharding
 from jaxmem.sharding.share import share_of
 from jaxmem.sharding.weights import differentiable, with_gradients
-from jaxmem.stack import StackCall, checkpointed, inexact_leaves, intercept_with, with_inexact
+from jaxmem.stack.apply import checkpointed
+from jaxmem.stack.call import StackCall, intercept_with
+from jaxmem.stack.scheduled import inexact_leaves, with_inexact
 from jaxmem.typing import Tree
 
 _BACK = "backward"  # the name of the incoming gradient, with which the backward pass begins

@@ -25,11 +25,12 @@ from jaxmem.kernels.fused_attention import cudnn
 from jaxmem.machine.gpus import Gpu
 from jaxmem.models.mixture import MAX_LOAD_RATIO
 from jaxmem.quant.precision import compute_dtype
-from jaxmem.sharding import MIN_TOKENS_PER_ROW, Role
+from jaxmem.sharding.gathering import MIN_TOKENS_PER_ROW
 from jaxmem.sharding.share import DeviceShare, share_of
-from jaxmem.step import Program
+from jaxmem.sharding.table import Role
 from jaxmem.step.batches import batch_spec
 from jaxmem.step.execution import chunking, repeats_forward
+from jaxmem.step.programs import Program
 
 FLOAT32 = 4  # bytes
 # Layers whose experts are on the device in the forward pass, if experts are in host memory: this and the next one. From

@@ -22,12 +22,12 @@ from jaxmem.kernels.scopes import mean_runs
 from jaxmem.machine.gpus import keys_per_query
 from jaxmem.models.fp8 import SCOPE
 from jaxmem.quant.precision import compute_dtype
-from jaxmem.sharding import layout_for
+from jaxmem.sharding.layout import layout_for
 from jaxmem.sharding.share import share_of
 from jaxmem.sharding.weights import differentiable, with_gradients
-from jaxmem.step import Program
 from jaxmem.step.execution import pipeline_of
 from jaxmem.step.objective import trained_sum
+from jaxmem.step.programs import Program
 from jaxmem.typing import Tree
 
 DEVICE = jax.memory.Space.Device

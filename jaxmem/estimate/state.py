@@ -16,7 +16,7 @@ from jaxmem.config import Config, Memory
 from jaxmem.estimate.passes import on_one_device, shape_of
 from jaxmem.optim.master import MasterState
 from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes, Role, assign_mesh_axes, is_axes, rules_for
+from jaxmem.sharding.table import Axes, Role, assign_mesh_axes, is_axes, rules_for
 from jaxmem.sharding.weights import differentiable
 from jaxmem.step.host_placement import offloaded_state, offloaded_weights
 from jaxmem.typing import AxesTree, Tree

@@ -43,7 +43,7 @@ from jaxmem.hf.writer import output_tensors
 from jaxmem.machine.files import atomic_directory
 from jaxmem.quant.precision import Params
 from jaxmem.sharding.trees import replace_at
-from jaxmem.step import Program
+from jaxmem.step.programs import Program
 from jaxmem.typing import JsonDict, Tree
 
 LINEAR = {

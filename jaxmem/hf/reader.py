@@ -40,8 +40,9 @@ from jaxmem.hf.tensors import MXFP4, Tensors
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.network import Execution
 from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes, Layout
 from jaxmem.sharding.host import HOST_MEMORY, send_like, to_host, zeros_on_host
+from jaxmem.sharding.layout import Layout
+from jaxmem.sharding.table import Axes
 from jaxmem.typing import AxesTree, Tree
 
 # Shape, dtype and sharding of a weight, or of each array of a quantized weight.

@@ -19,8 +19,8 @@ from jaxmem.distributed.agree import any_process, serialized
 from jaxmem.errors import UserError
 from jaxmem.inference.load import is_run, model_config, open_model, open_run
 from jaxmem.inference.reference import Reference, reference_of
-from jaxmem.step import Program
 from jaxmem.step.objective import Sums, means
+from jaxmem.step.programs import Program
 from jaxmem.typing import Tree
 
 Means = dict[str, float]

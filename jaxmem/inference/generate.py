@@ -22,7 +22,7 @@ from flax import nnx
 from jaxmem.config import Config
 from jaxmem.errors import UserError
 from jaxmem.models.kv_cache import KVCache, capacity_of, grow
-from jaxmem.step import Program
+from jaxmem.step.programs import Program
 from jaxmem.typing import Tree
 
 MIN_LENGTH = 16  # the shortest length that is compiled
@@ -156,7 +156,7 @@ class Generator:
 
     def _is_long(self, lengths: np.ndarray) -> np.ndarray:
         """Whether texts of these lengths have the long factors of each longrope: [rows, ropes]."""
-        ropes = self._program.cfg.model.ropes
+        ropes = self._program.cfg.model.ropes  # type: ignore[union-attr]  # a decoder
         return lengths[:, None] > [rope.original_length for rope in ropes if rope.scaling == "longrope"]
 
     def _make_room(self, state: DecodingState, needed: int) -> None:

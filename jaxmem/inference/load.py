@@ -30,7 +30,7 @@ from jaxmem.errors import UserError
 from jaxmem.hf.peft import add_adapters, read_base
 from jaxmem.sharding.host import fetch_from_host
 from jaxmem.sharding.weights import is_quantized, store
-from jaxmem.step import Program, program
+from jaxmem.step.programs import Program, program
 from jaxmem.step.state import TrainState
 from jaxmem.typing import JsonDict, Tree
 

@@ -20,7 +20,7 @@ from jaxmem.data.loader import Loader
 from jaxmem.distributed.agree import any_process, gather, serialized
 from jaxmem.errors import UserError
 from jaxmem.machine.files import atomic_file
-from jaxmem.step import Program
+from jaxmem.step.programs import Program
 from jaxmem.typing import Tree
 
 SUFFIX = ".reference.npz"

@@ -3,8 +3,6 @@
 from importlib import import_module
 from typing import Any
 
-from jaxmem.lazy import lazy_names
-
 # The module and class of each model family. Config sections are in config/networks.py, and the names of weights in
 # Hugging Face directories in hf/names.py.
 FAMILIES: dict[str, Any] = {
@@ -13,7 +11,6 @@ FAMILIES: dict[str, Any] = {
     "convnet": ("jaxmem.models.image_networks", "Convnet"),
     "mlp": ("jaxmem.models.image_networks", "Mlp"),
 }
-__getattr__, __all__ = lazy_names(__name__, network="Execution Network")
 
 
 def build(cfg: Any, rngs: Any, execution: Any = None) -> Any:

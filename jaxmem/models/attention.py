@@ -22,8 +22,10 @@ from jaxmem.models.layers import Keys, Modules, RMSNorm, fetch, fold_keys, new_c
 from jaxmem.models.linear import Linear, apply_linears
 from jaxmem.models.network import Execution
 from jaxmem.models.rope import Angles, rotate
-from jaxmem.sharding import Axes, Layout, constrain, current, map_devices
-from jaxmem.stack import saved_as
+from jaxmem.sharding.arrays import constrain, map_devices
+from jaxmem.sharding.layout import Layout, current
+from jaxmem.sharding.table import Axes
+from jaxmem.stack.remat import saved_as
 from jaxmem.typing import Tree
 
 HEADS: Axes = ("batch", "time", "heads", "head_dim")

@@ -16,8 +16,9 @@ from jaxmem.models.attention import Attention, Tokens, as_keys, context_order, g
 from jaxmem.models.chunking import map_token_chunks
 from jaxmem.models.layers import Features, Keys, Modules, RowKeys, dropout, fold_keys, split_keys
 from jaxmem.models.linear import Linear, apply_linears
-from jaxmem.sharding import constrain, current, row_major_in_stages
-from jaxmem.stack import recompute_from_inputs, saved_as
+from jaxmem.sharding.arrays import constrain, row_major_in_stages
+from jaxmem.sharding.layout import current
+from jaxmem.stack.remat import recompute_from_inputs, saved_as
 
 
 def _silu(gate: jax.Array, up: jax.Array) -> jax.Array:

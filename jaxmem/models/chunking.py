@@ -23,7 +23,10 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from jaxmem.config.mesh import head_group_counts
-from jaxmem.sharding import axis_name, current, gather, shard_axes, shard_count, shard_first_dim
+from jaxmem.sharding.arrays import shard_first_dim
+from jaxmem.sharding.gathering import gather
+from jaxmem.sharding.layout import current, shard_axes, shard_count
+from jaxmem.sharding.table import axis_name
 from jaxmem.sharding.weights import GatheredWeight
 from jaxmem.typing import Tree
 

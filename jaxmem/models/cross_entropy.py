@@ -26,18 +26,12 @@ from jaxmem.models.layers import Features, soft_cap, soft_cap_slope
 from jaxmem.models.losses import Terms, axis_size, cross_entropy
 from jaxmem.models.vocab_slices import SLICE_SIZE, Columns, VocabOp, VocabOpResult, VocabSlices
 from jaxmem.quant import QTensor
-from jaxmem.sharding import (
-    Axes,
-    constrain,
-    gather,
-    shard_axes,
-    shard_count,
-    sum_gradients,
-    sum_parts,
-    vocab_over,
-    weights,
-)
+from jaxmem.sharding import weights
+from jaxmem.sharding.arrays import constrain, sum_gradients, sum_parts, vocab_over
+from jaxmem.sharding.gathering import gather
 from jaxmem.sharding.host import is_on_host
+from jaxmem.sharding.layout import shard_axes, shard_count
+from jaxmem.sharding.table import Axes
 from jaxmem.stack.call import intercepted
 from jaxmem.typing import Tree
 
@@ -103,7 +97,13 @@ def separate_cross_entropy(
     if loss is None:
         return None
     result = loss.separate(constrain(x, *_FEATURES), network.projection.get_value(), labels)
-    return dataclasses.replace(result, input_gradient=lambda g: constrain(result.input_gradient(g), *_FEATURES))
+
+    def input_gradient(g: jax.Array) -> jax.Array:
+        gradient = result.input_gradient(g)
+        assert gradient is not None  # the input is an array of features
+        return constrain(gradient, *_FEATURES)
+
+    return dataclasses.replace(result, input_gradient=input_gradient)
 
 
 _FEATURES: Axes = ("vocab_batch", "vocab_time", "embed")

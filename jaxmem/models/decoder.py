@@ -30,9 +30,11 @@ from jaxmem.models.network import (
     run_parts,
 )
 from jaxmem.models.rope import Angles, angles, document_lengths, select
-from jaxmem.sharding import constrain, current
+from jaxmem.sharding.arrays import constrain
+from jaxmem.sharding.layout import current
 from jaxmem.sharding.trees import Path
-from jaxmem.stack import StackCall, StackOptions, creating_in, stack_call, stacked
+from jaxmem.stack.apply import stack_call, stacked
+from jaxmem.stack.call import StackCall, StackOptions, creating_in
 from jaxmem.typing import Tree
 
 

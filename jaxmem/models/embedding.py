@@ -24,20 +24,11 @@ from jaxmem.kernels.scopes import purpose
 from jaxmem.models.layers import Features, Ids, fetch, new_weight
 from jaxmem.models.vocab_slices import SLICE_SIZE, VocabOp, VocabOpResult, VocabSlices
 from jaxmem.quant import QTensor, values_of
-from jaxmem.sharding import (
-    Axes,
-    Layout,
-    constrain,
-    current,
-    gather,
-    gather_quantized,
-    map_devices,
-    shard_count,
-    stored_axes,
-    sum_parts,
-    vocab_over,
-)
+from jaxmem.sharding.arrays import constrain, map_devices, sum_parts, vocab_over
+from jaxmem.sharding.gathering import gather, gather_quantized, stored_axes
 from jaxmem.sharding.host import fetch_from_host, is_on_host
+from jaxmem.sharding.layout import Layout, current, shard_count
+from jaxmem.sharding.table import Axes
 from jaxmem.sharding.weights import Weight, proxy_of, stored_of
 from jaxmem.stack.call import intercepted
 from jaxmem.typing import Tree

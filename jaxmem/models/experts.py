@@ -27,9 +27,12 @@ from jaxmem.models.layers import Features, Keys, axes_of, fetch, new_constant, n
 from jaxmem.models.linear import Linear
 from jaxmem.models.mixture import Mixture
 from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes, constrain, current, gather_quantized, mean_over_groups
+from jaxmem.sharding.arrays import constrain, mean_over_groups
+from jaxmem.sharding.gathering import gather_quantized
+from jaxmem.sharding.layout import current
+from jaxmem.sharding.table import Axes
 from jaxmem.sharding.weights import frozen_of
-from jaxmem.stack import saved_as
+from jaxmem.stack.remat import saved_as
 from jaxmem.typing import Tree
 
 Choices = Int[Array, "batch time top_k"]  # the experts of each token

@@ -28,7 +28,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxmem.config.base import Scaling
-from jaxmem.sharding import Axes, axis_name, current, map_dot
+from jaxmem.sharding.arrays import map_dot
+from jaxmem.sharding.layout import current
+from jaxmem.sharding.table import Axes, axis_name
 
 SCOPE = "fp8_matmul"  # the scope of the dots, by which plans recognize them
 MIN_CAPABILITY = 89  # the first GPUs with FP8 matmuls have compute capability 8.9
@@ -118,6 +120,9 @@ def _multiply(
     """The dot of two arrays in float8; the second one has one dimension that is not contracted."""
     if scaling == "tensor":
         return _dot_of_scaled(contracted, dtype, *operands, formats=formats, by_row=False)
+    x, y = operands
+    assert not isinstance(x, Rounded)
+    assert not isinstance(y, Rounded)
     # On the shards of each device: XLA's partitioner does not shard calls of cuDNN, and the scales of sharded rows
     # would multiply the sum over devices, which XLA would then all-reduce and not reduce-scatter.
     of_rows = partial(_dot_of_scaled, formats=formats, by_row=True)
@@ -125,9 +130,17 @@ def _multiply(
 
     def of_shards(a: jax.Array, b: jax.Array) -> jax.Array:
         # Otherwise XLA transposes the stack of all layers from which a saved x is sliced.
-        return dot(contracted, dtype, *(with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for x in (a, b)))
+        return dot(
+            contracted,
+            dtype,
+            *(with_layout_constraint(operand, Layout(tuple(range(operand.ndim)))) for operand in (a, b)),
+        )
 
-    return map_dot(of_shards, contracted, shards)(*operands)
+    return map_dot(of_shards, contracted, shards)(x, y)
+
+
+def _row_major(x: jax.Array) -> jax.Array:
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def _dot_of_scaled(

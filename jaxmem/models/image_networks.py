@@ -24,8 +24,9 @@ from jaxmem.models.block import Block, DenseMlp
 from jaxmem.models.layers import LayerNorm, RowKeys, dropout, fetch, new_weight, split_keys
 from jaxmem.models.linear import Linear
 from jaxmem.models.network import Execution, Flow, Network, NetworkPart, Part, blocks_of
-from jaxmem.sharding import Axes, constrain
-from jaxmem.stack import stacked
+from jaxmem.sharding.arrays import constrain
+from jaxmem.sharding.table import Axes
+from jaxmem.stack.apply import stacked
 
 
 class ImageNetwork(Network):

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from jaxmem import kernels
 from jaxmem.config.networks import Decoder
 from jaxmem.quant import QTensor, quantize, values_of
-from jaxmem.sharding import constrain
+from jaxmem.sharding.arrays import constrain
 from jaxmem.typing import Tree
 
 NewTokens = Float[Array, "batch time kv_heads head_dim"]

@@ -17,7 +17,7 @@ from jaxmem.models.layers import Keys, Modules, RMSNorm, fold_keys
 from jaxmem.models.linear import Linear
 from jaxmem.models.network import Execution
 from jaxmem.models.rope import Angles, rotate
-from jaxmem.sharding import constrain
+from jaxmem.sharding.arrays import constrain
 
 EPSILON = 1e-6  # epsilon of the norms of latent vectors, equal in all models
 

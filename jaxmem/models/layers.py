@@ -17,9 +17,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from jaxmem.models.vocab_slices import initialize_in_slices
-from jaxmem.sharding import Axes, gather
+from jaxmem.sharding.gathering import gather
+from jaxmem.sharding.table import Axes
 from jaxmem.sharding.weights import store_new
-from jaxmem.stack import recompute_from_inputs
+from jaxmem.stack.remat import recompute_from_inputs
 
 Ids = Int[Array, "batch time"]  # one integer per token: its id, position or document
 Features = Float[Array, "batch time embed"]

@@ -13,9 +13,10 @@ from jaxmem.config.base import Scaling
 from jaxmem.config.recompute import MATMUL
 from jaxmem.models.layers import Keys, axes_of, fetch, new_constant, new_weight
 from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes, gather, gather_encoded, gather_with_input
+from jaxmem.sharding.gathering import gather, gather_encoded, gather_with_input
+from jaxmem.sharding.table import Axes
 from jaxmem.sharding.weights import StoredWeight, frozen_of, stored_of
-from jaxmem.stack import saved_as
+from jaxmem.stack.remat import saved_as
 
 
 class Linear(nnx.Module):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxmem.sharding import sum_parts
+from jaxmem.sharding.arrays import sum_parts
 
 # A score whose exponential is zero; finite, so that the loss of a row with only masked scores is defined.
 _MASKED = -1e9

@@ -31,8 +31,10 @@ from jaxmem.models.block import GATES
 from jaxmem.models.dispatch import all_gather, all_to_all, uses_all_to_all
 from jaxmem.models.linear import matmul
 from jaxmem.quant import QTensor, values_of
-from jaxmem.sharding import Axes, Layout, map_devices
-from jaxmem.stack import saved_as
+from jaxmem.sharding.arrays import map_devices
+from jaxmem.sharding.layout import Layout
+from jaxmem.sharding.table import Axes
+from jaxmem.stack.remat import saved_as
 from jaxmem.typing import Tree
 
 Activate = Callable[[jax.Array, jax.Array], jax.Array]  # (gate, up) -> hidden units

@@ -18,7 +18,8 @@ from jaxmem.models.chunking import Chunking
 from jaxmem.models.layers import RowKeys, split_keys
 from jaxmem.models.vocab_slices import VocabOpResult
 from jaxmem.sharding.trees import Path
-from jaxmem.stack import StackCall, StackOptions, apply_call, stack_call
+from jaxmem.stack.apply import apply_call, stack_call
+from jaxmem.stack.call import StackCall, StackOptions
 from jaxmem.typing import Tree
 
 # Statistics of the routers of mixtures of experts for each token; only the first has a gradient.

@@ -21,10 +21,12 @@ from jaxmem.config.networks import SHARDED
 from jaxmem.config.user import AxesByPattern
 from jaxmem.errors import UserError, nearest
 from jaxmem.models.user_layers import Stack, dotted_name, flat_state, new_randomness, numbered, reseed
-from jaxmem.sharding import Axes, gather, weights
+from jaxmem.sharding import weights
+from jaxmem.sharding.gathering import gather
+from jaxmem.sharding.table import Axes
 from jaxmem.sharding.trees import Path
 from jaxmem.sharding.weights import MIN_BLOCK, Storage, apply_hooks, is_matrix, stored_of
-from jaxmem.stack import StackOptions
+from jaxmem.stack.call import StackOptions
 from jaxmem.typing import Tree
 
 VECTORS = ("bias", "scale")  # names of weights of Flax's layers that are no matrices

@@ -26,11 +26,13 @@ from jax.typing import DTypeLike
 
 from jaxmem.errors import UserError, one_of
 from jaxmem.models.layers import split_keys
-from jaxmem.sharding import Axes, gather
+from jaxmem.sharding.gathering import gather
 from jaxmem.sharding.host import fetch_from_host
+from jaxmem.sharding.table import Axes
 from jaxmem.sharding.trees import Path
 from jaxmem.sharding.weights import apply_hooks
-from jaxmem.stack import StackCall, StackOptions, apply_call
+from jaxmem.stack.apply import apply_call
+from jaxmem.stack.call import StackCall, StackOptions
 from jaxmem.typing import Tree
 
 

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes, shard_count
 from jaxmem.sharding.host import fetch_from_host, is_on_host, send_like, zeros_on_host
+from jaxmem.sharding.layout import shard_count
+from jaxmem.sharding.table import Axes
 from jaxmem.sharding.weights import Weight
 
 # A slice as matmuls use it: each device along `tensor` has `width` columns of its own part of the vocabulary.

@@ -25,7 +25,8 @@ from jaxmem.kernels.scopes import purpose
 from jaxmem.optim.in_place import update_rows
 from jaxmem.quant import QTensor
 from jaxmem.quant.precision import rounded
-from jaxmem.sharding import Axes, is_axes, path_name, per_device
+from jaxmem.sharding.leaves import per_device
+from jaxmem.sharding.table import Axes, is_axes, path_name
 from jaxmem.sharding.weights import is_quantized
 from jaxmem.typing import AxesTree, Tree
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmem.optim.apply import VocabSlice, axes_or_unnamed, global_norm
-from jaxmem.sharding import Axes, is_axes
+from jaxmem.sharding.table import Axes, is_axes
 from jaxmem.typing import AxesTree, Tree
 
 ClipBy = Literal["global", "previous", "weight"]

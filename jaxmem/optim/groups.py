@@ -13,7 +13,9 @@ from typing import Any
 import jax
 import optax
 
-from jaxmem.sharding import Axes, Role, constrain, is_axes, stored_axes
+from jaxmem.sharding.arrays import constrain
+from jaxmem.sharding.gathering import stored_axes
+from jaxmem.sharding.table import Axes, Role, is_axes
 from jaxmem.sharding.trees import select
 from jaxmem.sharding.weights import is_quantized
 from jaxmem.typing import Tree

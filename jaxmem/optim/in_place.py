@@ -11,8 +11,10 @@ import jax.numpy as jnp
 
 from jaxmem.quant import QTensor
 from jaxmem.quant.qtensor import with_sliced_sizes
-from jaxmem.sharding import Axes, constrain, current, is_axes, map_shards, shard_axes, shard_count
-from jaxmem.sharding.arrays import row_major_if_gathered
+from jaxmem.sharding.arrays import constrain, row_major_if_gathered
+from jaxmem.sharding.layout import current, shard_axes, shard_count
+from jaxmem.sharding.leaves import map_shards
+from jaxmem.sharding.table import Axes, is_axes
 from jaxmem.sharding.weights import is_quantized
 from jaxmem.typing import AxesTree, Tree
 

@@ -30,8 +30,10 @@ from jaxmem.errors import UserError
 from jaxmem.optim.apply import NotSeparableError, VocabSlice, axes_or_unnamed, leaf_key, widened
 from jaxmem.optim.in_place import update_layers, update_rows
 from jaxmem.quant.qtensor import with_sliced_sizes
-from jaxmem.sharding import Axes, constrain, current, is_axes
+from jaxmem.sharding.arrays import constrain
+from jaxmem.sharding.layout import current
 from jaxmem.sharding.leaves import StateArray, axes_of_state, is_declared
+from jaxmem.sharding.table import Axes, is_axes
 from jaxmem.sharding.weights import is_matrix, is_quantized
 from jaxmem.typing import AxesTree, Tree
 

@@ -19,7 +19,7 @@ import optax
 from jax.tree_util import KeyPath
 
 from jaxmem.optim.apply import LeafKeys, VocabSlice, axes_or_unnamed, leaf_key, map_with_keys
-from jaxmem.sharding import Axes
+from jaxmem.sharding.table import Axes
 from jaxmem.sharding.weights import WithRemainder
 from jaxmem.typing import AxesTree, Tree
 

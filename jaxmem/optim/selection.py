@@ -26,7 +26,7 @@ from jax.tree_util import KeyPath
 
 from jaxmem.config.names import count_layers, split_layers, split_stack
 from jaxmem.errors import UserError, nearest
-from jaxmem.sharding import is_axes, path_name
+from jaxmem.sharding.table import is_axes, path_name
 from jaxmem.sharding.weights import is_quantized
 from jaxmem.typing import Tree
 

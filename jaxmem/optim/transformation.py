@@ -11,7 +11,7 @@ import optax
 from jaxmem.kernels.scopes import purpose
 from jaxmem.optim.apply import axes_or_unnamed
 from jaxmem.optim.in_place import update_rows
-from jaxmem.sharding import Axes, is_axes
+from jaxmem.sharding.table import Axes, is_axes
 from jaxmem.sharding.weights import is_matrix, is_quantized
 from jaxmem.typing import AxesTree, Tree
 

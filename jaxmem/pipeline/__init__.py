@@ -5,7 +5,3 @@ timetable.py     the schedules: what each stage computes in each tick
 stage_layers.py  the forward and backward pass of the layers of one stage
 loop.py          the loop over ticks that executes a timetable
 """
-
-from jaxmem.lazy import lazy_names
-
-__getattr__, __all__ = lazy_names(__name__, stages="Pipeline")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.sharding import map_layers
+from jaxmem.sharding.arrays import map_layers
 from jaxmem.sharding.host import fetch_from_host, send_like, take_layer
 from jaxmem.stack.call import StackCall
 from jaxmem.typing import Tree

@@ -12,14 +12,3 @@ takes hardly more, since every device runs the same program.
     budget       `memory.remat: auto`, from the operations of one traced layer (`estimate.layers`)
     result       the plan: results of all modules above, warnings (advice), JSON and a table
 """
-
-from jaxmem.lazy import lazy_names
-
-__getattr__, __all__ = lazy_names(
-    __name__,
-    budget="resolve_remat",
-    compile="CompiledProgram",
-    result="Plan ideal_flops plan plan_program",
-    targets="Target parse_target",
-    units="format_bytes",
-)

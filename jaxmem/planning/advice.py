@@ -28,8 +28,8 @@ from jaxmem.planning.result import Plan, PlanWarning
 from jaxmem.planning.targets import Target, usable_memory
 from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.quant.precision import compute_dtype
-from jaxmem.sharding import is_axes
-from jaxmem.step import Program
+from jaxmem.sharding.table import is_axes
+from jaxmem.step.programs import Program
 
 LARGE_SHARE = 0.2  # of the total bytes
 NOTABLE_SHARE = 0.01

@@ -21,8 +21,8 @@ from jaxmem.estimate.state import CATEGORIES, SAVED, category_of, is_batch, is_o
 from jaxmem.kernels.scopes import purpose_of
 from jaxmem.planning.buffers import Allocation, Lifetimes, Region, Snapshot, peak_of
 from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module, dot_flops
-from jaxmem.sharding import Axes, is_axes
-from jaxmem.step import Program
+from jaxmem.sharding.table import Axes, is_axes
+from jaxmem.step.programs import Program
 
 # Names of categories in tables and figures, if they differ from the names in JSON.
 LABELS = {

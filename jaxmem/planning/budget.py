@@ -31,7 +31,7 @@ from jaxmem.planning.units import format_bytes
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding.share import share_of
 from jaxmem.stack.recompute_plan import recompute_plan
-from jaxmem.step import program
+from jaxmem.step.programs import program
 
 MAX_COMPILES = 4  # largest number of compiled steps, if one of them fits
 UNLIMITED_FACTOR = 1000  # times the memory is allowed when compiling, since at the limit XLA would recompute

@@ -31,7 +31,7 @@ from jaxmem.planning.hlo import recomputed_values
 from jaxmem.planning.targets import Target, local_target, parse_target, reserved_memory, target_devices, usable_memory
 from jaxmem.planning.timeline import Timeline, Traffic, timeline
 from jaxmem.planning.units import format_bytes, format_seconds
-from jaxmem.step import Program, program
+from jaxmem.step.programs import Program, program
 from jaxmem.typing import JsonDict
 
 

@@ -23,10 +23,10 @@ from jaxmem.config.user import UserObjects
 from jaxmem.errors import UserError, as_yaml, one_line
 from jaxmem.estimate.chunks import loss_chunk, mlp_chunk
 from jaxmem.estimate.memory import Estimate
-from jaxmem.planning import Target
 from jaxmem.planning.advice import FASTER, slow_settings
 from jaxmem.planning.estimated import estimated, resolved_on
 from jaxmem.planning.result import PlanWarning
+from jaxmem.planning.targets import Target
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.search.knobs import KERNELS, Change, Knob
 from jaxmem.search.worker import StepCost

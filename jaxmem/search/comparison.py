@@ -22,9 +22,10 @@ from jaxmem.config.methods import METHODS, RunSource
 from jaxmem.errors import one_line
 from jaxmem.machine.console import Printed
 from jaxmem.machine.gpus import GIB
-from jaxmem.planning import Target, format_bytes, resolve_remat
 from jaxmem.planning.accuracy import published_range
-from jaxmem.planning.units import format_command, format_seconds, last_overrides
+from jaxmem.planning.budget import resolve_remat
+from jaxmem.planning.targets import Target
+from jaxmem.planning.units import format_bytes, format_command, format_seconds, last_overrides
 from jaxmem.search.candidates import Candidate
 from jaxmem.search.compilers import CompilerPool
 from jaxmem.search.fastest import ESTIMATE_ERROR, Progress, Search, Trials, save_best, target_json

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from jaxmem.config import Config, save_settings
 from jaxmem.errors import UserError
-from jaxmem.planning import Target, format_bytes
-from jaxmem.planning.targets import usable_memory
-from jaxmem.planning.units import format_seconds
+from jaxmem.planning.targets import Target, usable_memory
+from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.search.candidates import Candidate, Space, pareto_front
 from jaxmem.search.compilers import Answer, CompilerPool, RefusedError
 from jaxmem.search.knobs import Knob

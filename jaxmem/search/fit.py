@@ -13,10 +13,11 @@ from jaxmem.config import Config
 from jaxmem.config.methods import RunOptions, RunSource, check_method, is_model, run_config
 from jaxmem.errors import UserError, as_yaml
 from jaxmem.machine.console import Printed
-from jaxmem.planning import Target, format_bytes, resolve_remat
 from jaxmem.planning.accuracy import published_range
+from jaxmem.planning.budget import resolve_remat
 from jaxmem.planning.result import PlanWarning
-from jaxmem.planning.units import format_seconds
+from jaxmem.planning.targets import Target
+from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.search.candidates import Candidate
 from jaxmem.search.comparison import Comparison, command_line, compare
 from jaxmem.search.compilers import CompilerPool, compile_target

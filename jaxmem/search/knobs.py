@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from jaxmem.config import MESH_AXES, Config, Decoder
 from jaxmem.config.devices import meshes
 from jaxmem.errors import UserError, nearest
-from jaxmem.planning import Target
+from jaxmem.planning.targets import Target
 from jaxmem.typing import JsonView
 
 Change = JsonView  # {dotted key: value}

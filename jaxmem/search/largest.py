@@ -15,9 +15,8 @@ from jaxmem.config import Config, Decoder, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError, nearest
 from jaxmem.machine.console import Printed
-from jaxmem.planning import Target, format_bytes
-from jaxmem.planning.targets import usable_memory
-from jaxmem.planning.units import format_seconds
+from jaxmem.planning.targets import Target, usable_memory
+from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.search.candidates import Candidate, Space
 from jaxmem.search.compilers import CompilerPool, RefusedError, compile_target
 from jaxmem.search.fastest import Trials, save_best, target_json

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from jaxmem.config import Config
 from jaxmem.config.methods import METHODS, run_config
 from jaxmem.errors import UserError
-from jaxmem.planning import Plan, Target, format_bytes
-from jaxmem.planning.units import format_command, format_seconds, last_overrides
+from jaxmem.planning.result import Plan
+from jaxmem.planning.targets import Target
+from jaxmem.planning.units import format_bytes, format_command, format_seconds, last_overrides
 from jaxmem.search.candidates import Candidate, Space, difference, overrides
 from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.search.knobs import DEFAULT_ALLOW, KERNELS, MEMORY_KNOBS, allowed

@@ -25,13 +25,12 @@ from jaxmem.config import Config
 from jaxmem.errors import one_line
 from jaxmem.machine import devices
 from jaxmem.machine.gpus import CPU
-from jaxmem.planning import Plan
 from jaxmem.planning.compile import compile_program, replicated_arrays
 from jaxmem.planning.hlo import recomputed_values
-from jaxmem.planning.result import evaluate_bytes
+from jaxmem.planning.result import Plan, evaluate_bytes
 from jaxmem.planning.targets import Target, parse_target, target_devices, usable_memory
 from jaxmem.planning.timeline import timeline
-from jaxmem.step import program
+from jaxmem.step.programs import program
 from jaxmem.typing import JsonDict, JsonView
 
 _IRRELEVANT = {"name", "output", "seed", "checkpoint"}  # keys that do not change any program

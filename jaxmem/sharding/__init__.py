@@ -19,17 +19,3 @@ its role names `fsdp`.
 No other package uses PartitionSpec. Models call `constrain` and `gather`, which do nothing outside of `with layout:`,
 so a model also runs in a custom training loop.
 """
-
-from jaxmem.lazy import lazy_names
-
-__getattr__, __all__ = lazy_names(
-    __name__,
-    arrays=(
-        "GROUPS constrain map_devices map_dot map_layers map_stages mean_over_groups row_major_in_stages "
-        "shard_first_dim sum_gradients sum_parts vmap_groups vocab_over vocab_parts"
-    ),
-    gathering="MIN_TOKENS_PER_ROW gather gather_encoded gather_quantized gather_with_input stored_axes",
-    layout="Layout current first_dim_sharding layout_for shard_axes shard_count",
-    leaves="map_shards per_device",
-    table="Axes Axis Role assign_mesh_axes axis_name if_even is_axes make_rules path_name rules_for",
-)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxmem.config.names import BOUNDARY
-from jaxmem.sharding import vmap_groups
+from jaxmem.sharding.arrays import vmap_groups
 from jaxmem.sharding.host import fetch_from_host, host_leaves, put_layer, take_layer
 from jaxmem.sharding.weights import StoredWeight, apply_hooks, has_proxy, hooks_in_place, is_in_place, proxy_of
 from jaxmem.stack.call import DEFAULTS, Run, StackCall, StackOptions, create_layers, intercept_with, intercepted

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 from jax.typing import DTypeLike
 
-from jaxmem.sharding import shard_count
 from jaxmem.sharding.host import take_layer
+from jaxmem.sharding.layout import shard_count
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack.apply import checkpointed
 from jaxmem.stack.call import Run, StackCall

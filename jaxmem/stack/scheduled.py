@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from jaxmem.kernels.scopes import run_count
-from jaxmem.sharding import GROUPS, Layout, current
+from jaxmem.sharding.arrays import GROUPS
 from jaxmem.sharding.host import device_leaves, host_leaves, put_layer, take_layer, to_device
+from jaxmem.sharding.layout import Layout, current
 from jaxmem.sharding.trees import fill
 from jaxmem.sharding.weights import (
     HookedWeight,

@@ -21,11 +21,3 @@ by_parts.py           the forward and backward pass, part by part
 intercepted_parts.py  the parts of the model of a script
 update_in_stages.py   the same on pipeline stages
 """
-
-from jaxmem.lazy import lazy_names
-
-__getattr__, __all__ = lazy_names(
-    __name__,
-    programs="Program program",
-    state="TrainState",
-)

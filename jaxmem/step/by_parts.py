@@ -22,7 +22,7 @@ from jaxmem.models.vocab_slices import VocabOpResult, VocabSlices
 from jaxmem.quant.precision import Params
 from jaxmem.sharding.trees import Path, merge, nest, replace_at, subtree, without
 from jaxmem.sharding.weights import differentiable, is_quantized, with_gradients
-from jaxmem.stack import ForwardPass, forward
+from jaxmem.stack.reverse import ForwardPass, forward
 from jaxmem.step.model import ModelSpec
 from jaxmem.step.objective import Batch, Objective, Sums, objective_of, trained_sum
 from jaxmem.step.state import StateSpec

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxmem import models
 from jaxmem.config import Config, Convnet, Memory, Save
 from jaxmem.config.names import offloaded_activations
 from jaxmem.config.networks import UserModel, pipelined_layers
 from jaxmem.config.recompute import policy_of
 from jaxmem.errors import UserError
 from jaxmem.models.chunking import Chunking
-from jaxmem.pipeline import Pipeline
+from jaxmem.models.network import Execution
+from jaxmem.pipeline.stages import Pipeline
 from jaxmem.quant.precision import compute_dtype
-from jaxmem.stack import StackOptions
+from jaxmem.stack.call import StackOptions
 
 if TYPE_CHECKING:
     from jaxmem.step.kernel_choice import KernelChoices
@@ -57,7 +57,7 @@ class ExecutionSpec:
         return kernel_choices(self.cfg, self.platform, self.capability)
 
     @property
-    def of_network(self) -> models.Execution:
+    def of_network(self) -> Execution:
         """The settings that the network receives."""
         memory = self.cfg.memory
         if memory.remat == "auto":
@@ -67,7 +67,7 @@ class ExecutionSpec:
         named = None if memory.attention == "auto" else memory.attention
         attention = self.kernels.attention
         experts = self.kernels.experts
-        return models.Execution(
+        return Execution(
             dtype=self.dtype,
             attention=named if attention is None else attention.implementation,
             experts="blockwise" if experts is None else experts.implementation,

@@ -37,9 +37,12 @@ from jax.typing import DTypeLike
 
 from jaxmem.optim.groups import constrain_tree
 from jaxmem.quant.precision import Params
-from jaxmem.sharding import GROUPS, Axes, Layout, Role, constrain, current, is_axes
+from jaxmem.sharding.arrays import GROUPS, constrain
+from jaxmem.sharding.layout import Layout, current
+from jaxmem.sharding.table import Axes, Role, is_axes
 from jaxmem.sharding.weights import HookedWeight, differentiable
-from jaxmem.stack import StackCall, intercept_with, result_shapes
+from jaxmem.stack.apply import result_shapes
+from jaxmem.stack.call import StackCall, intercept_with
 from jaxmem.step.objective import FORWARD_STATE, Batch, Sums
 from jaxmem.typing import AxesTree, Tree
 

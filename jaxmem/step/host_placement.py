@@ -7,8 +7,8 @@ import numpy as np
 from jax.extend.mlir import ir
 
 from jaxmem.errors import UserError
-from jaxmem.sharding import Axes, axis_name, is_axes
 from jaxmem.sharding.host import HOST_MEMORY, to_host
+from jaxmem.sharding.table import Axes, axis_name, is_axes
 from jaxmem.sharding.weights import is_matrix
 from jaxmem.typing import Tree
 

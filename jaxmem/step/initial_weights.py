@@ -15,7 +15,7 @@ from jaxmem.models import user
 from jaxmem.quant.precision import Params
 from jaxmem.sharding.trees import Path, replace_at, subtree
 from jaxmem.sharding.weights import Storage, storing_as
-from jaxmem.stack import creating_in
+from jaxmem.stack.call import creating_in
 from jaxmem.step.model import ModelSpec
 
 # Folded into the key of the seed for new adapters, so that they do not depend on the weights of the model.

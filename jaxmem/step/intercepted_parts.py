@@ -23,7 +23,9 @@ from jaxmem.models.vocab_slices import VocabOp, VocabOpResult
 from jaxmem.quant.precision import Params
 from jaxmem.sharding.trees import Path, subtree, without
 from jaxmem.sharding.weights import with_gradients
-from jaxmem.stack import StackCall, inexact_leaves, intercept_with, result_shapes
+from jaxmem.stack.apply import result_shapes
+from jaxmem.stack.call import StackCall, intercept_with
+from jaxmem.stack.scheduled import inexact_leaves
 from jaxmem.step.objective import Batch, Objective, Sums, trained_sum
 from jaxmem.typing import Tree
 

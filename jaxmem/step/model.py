@@ -18,9 +18,9 @@ from jaxmem.config import Config
 from jaxmem.errors import UserError
 from jaxmem.optim.selection import Selection
 from jaxmem.quant.precision import Params
-from jaxmem.sharding import Axes, is_axes
+from jaxmem.sharding.table import Axes, is_axes
 from jaxmem.sharding.trees import replace_at
-from jaxmem.stack import StackOptions
+from jaxmem.stack.call import StackOptions
 from jaxmem.step.execution import ExecutionSpec
 from jaxmem.typing import AxesTree, Tree
 
@@ -146,7 +146,7 @@ class ModelSpec:
         adapters.attach(network, self.cfg.adapter, jax.random.key(0))
         return network
 
-    def build(self, key: jax.Array) -> models.Network:
+    def build(self, key: jax.Array) -> nnx.Module:
         if self.cfg.user.model is not None:
             return self._build_flax(key)[0]
         if self.cfg.user.network is not None:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.tree_util import KeyPath
 
 from jaxmem.config.names import count_layers, is_last_stack, split_stack
-from jaxmem.sharding import Axes, is_axes, path_name
+from jaxmem.sharding.table import Axes, is_axes, path_name
 from jaxmem.typing import AxesTree, Tree
 
 PartialStacks: TypeAlias = Mapping[KeyPath, tuple[int, ...]]  # by path, the layers of a stack that have a gradient

@@ -21,7 +21,7 @@ from jaxmem.models.cross_entropy import max_update_entries, separate_cross_entro
 from jaxmem.models.layers import split_keys
 from jaxmem.models.network import STATISTICS, Flow, MatrixPart, Network, NetworkPart, Part, names_parts, run_parts
 from jaxmem.models.vocab_slices import VocabOpResult
-from jaxmem.sharding import mean_over_groups
+from jaxmem.sharding.arrays import mean_over_groups
 
 Batch = dict[str, jax.Array]
 FORWARD_STATE = "state"  # the key, in a batch and in sums, of what the forward pass changes

@@ -24,11 +24,14 @@ from jaxmem.pipeline.loop import AXIS, PipelineNetwork, run
 from jaxmem.pipeline.stage_layers import LayersOfStage
 from jaxmem.pipeline.timetable import Timetable, evaluation
 from jaxmem.quant.precision import Params
-from jaxmem.sharding import Axes, Layout, current, is_axes, map_stages, stored_axes, vocab_parts
+from jaxmem.sharding.arrays import map_stages, vocab_parts
+from jaxmem.sharding.gathering import stored_axes
+from jaxmem.sharding.layout import Layout, current
+from jaxmem.sharding.table import Axes, is_axes
 from jaxmem.sharding.trees import without
 from jaxmem.sharding.weights import differentiable, with_gradients
-from jaxmem.stack import StackCall, Visitor
-from jaxmem.stack.reverse import differentiable_weights
+from jaxmem.stack.call import StackCall
+from jaxmem.stack.reverse import Visitor, differentiable_weights
 from jaxmem.step.by_parts import parts_of
 from jaxmem.step.gradients import Reduce
 from jaxmem.step.model import ModelSpec
@@ -89,6 +92,7 @@ def pipeline_gradients(
     """
     model = spec.model
     layout = current()
+    assert layout is not None
     assert model.execution.pipeline is not None
     objective = objective_of(spec.cfg)
     local = _local_axes(layout, objective)

@@ -23,7 +23,8 @@ from jaxmem.config.mesh import BATCH_AXES, SEQUENCE_AXES
 from jaxmem.config.networks import Vit
 from jaxmem.errors import UserError, one_of
 from jaxmem.quant.precision import Params
-from jaxmem.sharding import Layout, is_axes, layout_for
+from jaxmem.sharding.layout import Layout, layout_for
+from jaxmem.sharding.table import is_axes
 from jaxmem.step import batches, host_placement
 from jaxmem.step.execution import ExecutionSpec
 from jaxmem.step.model import ModelSpec

@@ -19,7 +19,9 @@ from jaxmem.config.names import STATE_PARTS, is_offloaded
 from jaxmem.errors import UserError
 from jaxmem.optim.groups import ParameterGroup
 from jaxmem.quant.precision import Params, gradient_dtype
-from jaxmem.sharding import Axes, Layout, Role, is_axes, path_name, stored_axes
+from jaxmem.sharding.gathering import stored_axes
+from jaxmem.sharding.layout import Layout
+from jaxmem.sharding.table import Axes, Role, is_axes, path_name
 from jaxmem.sharding.weights import differentiable
 from jaxmem.step import host_placement, nonfinite
 from jaxmem.step.batches import batch_spec

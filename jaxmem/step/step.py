@@ -31,7 +31,7 @@ from jaxmem.errors import UserError
 from jaxmem.optim.groups import Write, constrain_tree
 from jaxmem.optim.in_place import gather_in_place
 from jaxmem.quant.precision import Params
-from jaxmem.sharding import stored_axes
+from jaxmem.sharding.gathering import stored_axes
 from jaxmem.sharding.weights import apply_hooks, differentiable, with_gradients
 from jaxmem.step import nonfinite
 from jaxmem.step.gradients import accumulate, applies_hooks_by_layer, differentiate

@@ -31,11 +31,11 @@ from jaxmem import optim
 from jaxmem.optim.apply import sum_of_squares
 from jaxmem.optim.groups import ParameterGroup, Write, constrain_tree
 from jaxmem.quant.precision import Params
-from jaxmem.sharding import is_axes
 from jaxmem.sharding.host import fetch_from_host, send_like, take_layer
+from jaxmem.sharding.table import is_axes
 from jaxmem.sharding.trees import Path, merge, nest, select, single_weights, without
 from jaxmem.sharding.weights import is_quantized
-from jaxmem.stack import Visitor, merge_micro_batches
+from jaxmem.stack.reverse import Visitor, merge_micro_batches
 from jaxmem.step import nonfinite
 from jaxmem.step.by_parts import ForwardByParts, MatrixGradient, PassedStack, forward_by_parts
 from jaxmem.step.objective import Batch, Sums

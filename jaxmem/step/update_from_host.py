@@ -19,9 +19,11 @@ from jaxmem.models.vocab_slices import VocabSlices
 from jaxmem.optim import record_norm
 from jaxmem.optim.groups import ParameterGroup, Write
 from jaxmem.quant.precision import Params
-from jaxmem.sharding import Axes, Role, constrain, is_axes, map_layers, shard_count, stored_axes
-from jaxmem.sharding.arrays import row_major_if_gathered
+from jaxmem.sharding.arrays import constrain, map_layers, row_major_if_gathered
+from jaxmem.sharding.gathering import stored_axes
 from jaxmem.sharding.host import fetch_from_host, is_on_host, put_layer, send_like, take_layer
+from jaxmem.sharding.layout import shard_count
+from jaxmem.sharding.table import Axes, Role, is_axes
 from jaxmem.sharding.trees import merge, select, single_weights
 from jaxmem.sharding.weights import Weight
 from jaxmem.step.state import StateSpec

@@ -16,9 +16,9 @@ from jaxmem import optim
 from jaxmem.optim.apply import sum_of_squares
 from jaxmem.optim.groups import ParameterGroup, Write, constrain_tree
 from jaxmem.quant.precision import Params
-from jaxmem.sharding import is_axes
+from jaxmem.sharding.table import is_axes
 from jaxmem.sharding.trees import fill, merge, single_weights, without
-from jaxmem.stack import Visitor
+from jaxmem.stack.reverse import Visitor
 from jaxmem.step import nonfinite
 from jaxmem.step.objective import Batch, Sums, objective_of
 from jaxmem.step.pipeline import PipelineResult, StageArrays, StageVisit, VisitOfStage, execute, stacks_of

@@ -21,8 +21,10 @@ from jaxmem.optim.apply import SlicedSums, SumOverSlices, VocabSlice, sliced_sum
 from jaxmem.optim.groups import ParameterGroup, Write, constrain_tree
 from jaxmem.quant import QTensor
 from jaxmem.quant.qtensor import with_sliced_sizes
-from jaxmem.sharding import Axes, Role, axis_name, constrain, is_axes, stored_axes
+from jaxmem.sharding.arrays import constrain
+from jaxmem.sharding.gathering import stored_axes
 from jaxmem.sharding.host import fetch_from_host, is_on_host, send_like
+from jaxmem.sharding.table import Axes, Role, axis_name, is_axes
 from jaxmem.sharding.weights import Weight, is_quantized
 from jaxmem.typing import Tree
 

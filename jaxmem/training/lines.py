@@ -9,7 +9,7 @@ from jaxmem.checkpoint.resume import changed
 from jaxmem.config import LOW_RANK, Config
 from jaxmem.config.sections import Data
 from jaxmem.errors import abridge
-from jaxmem.step import Program
+from jaxmem.step.programs import Program
 from jaxmem.training.progress import Work
 from jaxmem.typing import JsonView
 

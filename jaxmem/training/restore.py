@@ -17,7 +17,7 @@ from jaxmem.config.load import load_config
 from jaxmem.data.corpus import fingerprint
 from jaxmem.distributed.agree import gather
 from jaxmem.errors import UserError
-from jaxmem.step import Program
+from jaxmem.step.programs import Program
 from jaxmem.step.state import TrainState
 from jaxmem.training.telemetry import DivergedError
 from jaxmem.typing import JsonDict, Tree

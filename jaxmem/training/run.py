@@ -32,7 +32,7 @@ from jaxmem.distributed.join import failing_together
 from jaxmem.errors import UserError
 from jaxmem.machine.devices import cache_compiled_programs, peak_flops
 from jaxmem.machine.terminal import say
-from jaxmem.step import Program, program
+from jaxmem.step.programs import Program, program
 from jaxmem.step.state import TrainState
 from jaxmem.training import lines
 from jaxmem.training.directory import run_directory, run_lock, write_description

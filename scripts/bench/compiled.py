@@ -25,10 +25,10 @@ import yaml
 
 from jaxmem.config import Config, load_config
 from jaxmem.errors import UserError
-from jaxmem.planning import Plan, plan
 from jaxmem.planning.compile import compile_program
+from jaxmem.planning.result import Plan, plan
 from jaxmem.planning.targets import parse_target, target_devices
-from jaxmem.step import program
+from jaxmem.step.programs import program
 from scripts.course.table import Row, Table, gib
 
 ROOT = Path(__file__).parents[2]

@@ -26,12 +26,12 @@ import yaml
 
 from jaxmem.config import Config, load_config
 from jaxmem.errors import UserError
-from jaxmem.planning import Plan
 from jaxmem.planning.accuracy import FILE, kind_of
 from jaxmem.planning.compile import CompiledProgram, compile_program
+from jaxmem.planning.result import Plan
 from jaxmem.planning.targets import Target, parse_target, target_devices, usable_memory
 from jaxmem.report.figure import digest_of
-from jaxmem.step import program
+from jaxmem.step.programs import program
 from scripts.course.panels import draw
 from scripts.course.table import Table
 

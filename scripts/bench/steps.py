@@ -19,8 +19,8 @@ from jaxmem.config import Config, load_config
 from jaxmem.errors import UserError
 from jaxmem.inference.load import initial_state
 from jaxmem.machine import devices
-from jaxmem.planning import plan_program
-from jaxmem.step import Program, program
+from jaxmem.planning.result import plan_program
+from jaxmem.step.programs import Program, program
 from scripts.bench.contest import Row, error_line, write_row
 
 WARM_UP = 2  # steps before those that are timed

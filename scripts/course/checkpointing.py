@@ -14,12 +14,14 @@ from jaxmem.config import Decoder, load_config
 from jaxmem.config.names import BOUNDARY
 from jaxmem.machine.gpus import CPU
 from jaxmem.models.attention import Tokens
+from jaxmem.models.network import Execution
 from jaxmem.models.rope import angles
 from jaxmem.planning.compile import compile_program
 from jaxmem.planning.hlo import total_flops
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.planning.timeline import timeline
-from jaxmem.stack import StackOptions, apply_call, stack_call
+from jaxmem.stack.apply import apply_call, stack_call
+from jaxmem.stack.call import StackOptions
 from jaxmem.stack.recompute_plan import recompute_plan
 from jaxmem.typing import Tree
 from scripts.course import Findings, common, main
@@ -116,7 +118,7 @@ def backward(
     assert isinstance(cfg, Decoder)
     aim = parse_target(target)
     dtype = jnp.dtype(jnp.float32 if aim.is_cpu else jnp.bfloat16)
-    execution = models.Execution(dtype=dtype, stack=StackOptions(policy, host=host))
+    execution = Execution(dtype=dtype, stack=StackOptions(policy, host=host))
     network = nnx.eval_shape(lambda: models.build(cfg, nnx.Rngs(0), execution))
     graphdef, state = nnx.split(network)
     place = jax.sharding.SingleDeviceSharding(target_devices(aim, 1000 * aim.memory)[0])

@@ -2,13 +2,12 @@
 and with XLA's latency-hiding scheduler, and for other layouts."""
 
 from jaxmem.config import load_config
-from jaxmem.planning import Target
 from jaxmem.planning.compile import Options, compile_elsewhere, without_cache
 from jaxmem.planning.hlo import read_module
-from jaxmem.planning.targets import parse_target, target_devices
+from jaxmem.planning.targets import Target, parse_target, target_devices
 from jaxmem.planning.timeline import KERNEL, WAIT, Timeline, timeline
 from jaxmem.report.page import ROWS
-from jaxmem.step import program
+from jaxmem.step.programs import program
 from scripts.course import Findings, common, main
 from scripts.course.panels import COLOURS, DARK, Spans
 from scripts.course.table import Row, Table

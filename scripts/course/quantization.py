@@ -12,6 +12,7 @@ from flax import nnx
 from jaxmem import models
 from jaxmem.config import load_config
 from jaxmem.inference.evaluate import Evaluator
+from jaxmem.models.network import Execution
 from jaxmem.quant import quantize
 from jaxmem.training.run import run
 from jaxmem.typing import JsonDict
@@ -88,7 +89,7 @@ def _schemes() -> Iterator[Row]:
 def _weights(model: str) -> list[Any]:
     """The weights of a model, as shapes."""
     cfg = load_config({"name": "x", "model": {"preset": model}, "train": {"steps": 1}}).model
-    network = nnx.eval_shape(lambda: models.build(cfg, nnx.Rngs(0), models.Execution()))
+    network = nnx.eval_shape(lambda: models.build(cfg, nnx.Rngs(0), Execution()))
     return jax.tree.leaves(nnx.state(network, nnx.Param))
 
 

@@ -6,12 +6,11 @@ from typing import NamedTuple
 
 from jaxmem.config import load_config
 from jaxmem.machine.gpus import GPUS, Gpu
-from jaxmem.planning import Target
 from jaxmem.planning.compile import compile_program
 from jaxmem.planning.hlo import Instruction, dot_flops, is_kernel
-from jaxmem.planning.targets import parse_target, shared_memory, target_devices, threads_and_lanes
+from jaxmem.planning.targets import Target, parse_target, shared_memory, target_devices, threads_and_lanes
 from jaxmem.planning.timeline import moved_bytes, timeline
-from jaxmem.step import program
+from jaxmem.step.programs import program
 from scripts.course import Findings, common, main
 from scripts.course.panels import LinePlot
 from scripts.course.table import Row, Table, gib

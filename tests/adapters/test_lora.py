@@ -15,8 +15,8 @@ from jaxmem.models import build
 from jaxmem.models.embedding import Embedding
 from jaxmem.models.linear import Linear
 from jaxmem.optim.selection import Selection
-from jaxmem.sharding import path_name
-from jaxmem.stack import stacked
+from jaxmem.sharding.table import path_name
+from jaxmem.stack.apply import stacked
 
 
 class Network(nnx.Module):

@@ -10,7 +10,7 @@ from flax.traverse_util import flatten_dict
 from jaxmem import adapters
 from jaxmem.errors import UserError
 from jaxmem.inference.generate import Conversation, Generator
-from jaxmem.step import program
+from jaxmem.step.programs import program
 from tests.step.conftest import Trained, config
 
 SECTIONS = {

@@ -11,7 +11,7 @@ import yaml
 
 from jaxmem.cli import app
 from jaxmem.config import load_config
-from jaxmem.planning import parse_target
+from jaxmem.planning.targets import parse_target
 from tests.docs.conftest import PAGES, own_scripts
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ import jax
 import pytest
 import yaml
 
-from jaxmem import planning, report
+from jaxmem import report
 from jaxmem.cli import main
 from jaxmem.config import MESH_AXES, Config
 from jaxmem.config.methods import METHODS
@@ -35,7 +35,7 @@ from jaxmem.search import candidates, comparison, fit, nearest
 from jaxmem.search.compilers import CompilerPool
 from jaxmem.search.knobs import allowed
 from jaxmem.search.worker import StepCost
-from jaxmem.step import Program
+from jaxmem.step.programs import Program
 from scripts.bench import contest, kernels
 from tests.docs.conftest import own_scripts, written
 from tests.support.conversations import write_conversations, write_tokenizer
@@ -226,7 +226,7 @@ def no_time_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contest, "MIN_BURSTS", 1)
 
 
-PLAN = functools.lru_cache(maxsize=4)(planning.plan)  # pages plan the same with other options
+PLAN = functools.lru_cache(maxsize=4)(result.plan)  # pages plan the same with other options
 
 
 def estimate(pool: CompilerPool, question: str, cfg: Config) -> dict[str, Any]:

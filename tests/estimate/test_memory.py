@@ -17,10 +17,10 @@ from jaxmem.estimate.passes import passes_of
 from jaxmem.estimate.state import bytes_on_device
 from jaxmem.kernels.fused_attention.arguments import pairs
 from jaxmem.machine.gpus import GPUS
-from jaxmem.planning import Plan, parse_target
 from jaxmem.planning.compile import compile_program
-from jaxmem.planning.targets import target_devices
-from jaxmem.step import Program, program
+from jaxmem.planning.result import Plan
+from jaxmem.planning.targets import parse_target, target_devices
+from jaxmem.step.programs import Program, program
 from tests.planning.conftest import config, plan_here
 from tests.support.tiers import exhaustive
 

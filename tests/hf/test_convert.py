@@ -22,7 +22,7 @@ from jaxmem.hf.peft import read_base
 from jaxmem.inference.export import export_model
 from jaxmem.inference.load import open_model
 from jaxmem.quant import quantize
-from jaxmem.step import program
+from jaxmem.step.programs import program
 from jaxmem.training.run import run
 from tests.support.tiers import cases
 

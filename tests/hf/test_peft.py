@@ -20,7 +20,7 @@ from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.hf.peft import check_adapter
 from jaxmem.inference.load import initial_state, open_model
-from jaxmem.step import program
+from jaxmem.step.programs import program
 
 HERE = Path(__file__).parent
 PEERS = np.load(HERE / "data" / "peft.npz")

@@ -14,7 +14,7 @@ from jaxmem import hf, models
 from jaxmem.config import Decoder, load_config
 from jaxmem.errors import UserError
 from jaxmem.inference.load import open_model
-from jaxmem.step import program
+from jaxmem.step.programs import program
 
 SMALL = {"vocab": 257, "layers": 2, "embed": 32, "mlp": 16, "heads": 2, "kv_heads": 1, "head_dim": 16}
 ROWS = np.arange(24).reshape(2, 12)

@@ -22,7 +22,7 @@ from jaxmem.hf.quantized import Bitsandbytes4
 from jaxmem.inference.load import initial_state
 from jaxmem.kernels.codes import NF4, dynamic_code
 from jaxmem.quant import QTensor
-from jaxmem.step import program
+from jaxmem.step.programs import program
 from tests.hf import quantized_reference as reference
 from tests.support.tiers import cases
 

@@ -10,7 +10,7 @@ from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.inference.generate import Conversation, DecodingState, Generator, Sampling
 from jaxmem.sharding.layout import current
-from jaxmem.step import program
+from jaxmem.step.programs import program
 from tests.support.generation import generate
 
 PROMPT = np.arange(40, 49)

@@ -20,7 +20,7 @@ from jaxmem.config.hub import is_tokenizer_of
 from jaxmem.inference.export import export_model
 from jaxmem.inference.generate import Generator
 from jaxmem.inference.load import initial_state, model_config, open_model
-from jaxmem.step import Program, program
+from jaxmem.step.programs import Program, program
 
 MODEL = {"vocab": 264, "layers": 4, "embed": 16, "mlp": 16, "heads": 2, "kv_heads": 1, "head_dim": 8}
 REVERSED = {"<|endoftext|>": 263}

@@ -15,7 +15,7 @@ from jaxmem.models.chunking import Chunking
 from jaxmem.models.layers import RMSNorm
 from jaxmem.models.network import Execution
 from jaxmem.models.rope import angles
-from jaxmem.step import program
+from jaxmem.step.programs import program
 from tests.step.conftest import SMALL, config
 
 ROWS, TIME, EMBED = 2, 40, 32

@@ -13,7 +13,7 @@ from jaxmem.config import load_config
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.layers import dropout
 from jaxmem.models.network import Execution
-from jaxmem.stack import StackOptions
+from jaxmem.stack.call import StackOptions
 
 
 def preset(name, **fields):

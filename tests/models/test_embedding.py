@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmem.models.embedding import lookup
-from jaxmem.sharding import layout_for
+from jaxmem.sharding.layout import layout_for
 from tests.step.conftest import config
 
 # The mesh axes of the columns, outermost first: (fsdp, context), (context, fsdp), (fsdp, context, replica), and with

@@ -11,7 +11,8 @@ import pytest
 from jaxmem.config import load_config
 from jaxmem.models import losses
 from jaxmem.models.losses import cross_entropy
-from jaxmem.sharding import constrain, layout_for
+from jaxmem.sharding.arrays import constrain
+from jaxmem.sharding.layout import layout_for
 
 
 def draw(*shape, seed=0, scale=1.0):

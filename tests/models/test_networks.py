@@ -11,9 +11,10 @@ from flax import nnx
 from flax.traverse_util import unflatten_dict
 
 from jaxmem.config import Convnet, Mlp, Vit
-from jaxmem.models import Execution, build, image_networks
-from jaxmem.sharding import make_rules
-from jaxmem.stack import StackOptions
+from jaxmem.models import build, image_networks
+from jaxmem.models.network import Execution
+from jaxmem.sharding.table import make_rules
+from jaxmem.stack.call import StackOptions
 from tests.support.tiers import exhaustive
 
 VIT = Vit(layers=2, embed=16, mlp=24, heads=2)

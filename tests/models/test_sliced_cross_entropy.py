@@ -9,7 +9,8 @@ from jaxmem.models import cross_entropy, losses
 from jaxmem.models.cross_entropy import SlicedLoss, slice_width
 from jaxmem.models.losses import Terms
 from jaxmem.models.vocab_slices import VocabSlices
-from jaxmem.sharding import layout_for, sum_gradients
+from jaxmem.sharding.arrays import sum_gradients
+from jaxmem.sharding.layout import layout_for
 from tests.planning.conftest import config, module_of
 
 VOCAB, EMBED = 24, 8

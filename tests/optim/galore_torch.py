@@ -27,7 +27,7 @@ from flax import nnx
 from jaxmem.config import Config, load_config
 from jaxmem.data.loader import Loader
 from jaxmem.hf import save
-from jaxmem.step import Program, program
+from jaxmem.step.programs import Program, program
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts/bench"))
 

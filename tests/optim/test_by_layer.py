@@ -8,7 +8,7 @@ import pytest
 from jaxmem import optim
 from jaxmem.config import load_config
 from jaxmem.config.optimizers import OPTIMIZERS
-from jaxmem.sharding import layout_for
+from jaxmem.sharding.layout import layout_for
 from tests.optim.conftest import gradients, normal, same, updates
 from tests.support.tiers import cases
 

@@ -8,7 +8,9 @@ import pytest
 from jaxmem import optim
 from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.quant import quantize
-from jaxmem.sharding import is_axes, layout_for, stored_axes
+from jaxmem.sharding.gathering import stored_axes
+from jaxmem.sharding.layout import layout_for
+from jaxmem.sharding.table import is_axes
 from tests.optim.test_layouts import AXES, MESHES, weights
 from tests.step.conftest import config
 

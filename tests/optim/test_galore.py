@@ -120,7 +120,8 @@ def test_the_state_is_split_whichever_side_is_projected_away():
 
 
 def test_no_gradient_is_gathered_and_nothing_decomposed():
-    from jaxmem.sharding import is_axes, layout_for
+    from jaxmem.sharding.layout import layout_for
+    from jaxmem.sharding.table import is_axes
     from tests.step.conftest import config
 
     layout = layout_for(config(mesh={"fsdp": 8}), jax.devices())

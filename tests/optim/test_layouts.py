@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxmem import optim
-from jaxmem.sharding import is_axes, layout_for
+from jaxmem.sharding.layout import layout_for
+from jaxmem.sharding.table import is_axes
 from tests.optim.conftest import gradients, normal
 from tests.step.conftest import config
 from tests.support.tiers import cases

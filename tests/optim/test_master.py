@@ -8,7 +8,7 @@ import pytest
 
 from jaxmem import optim
 from jaxmem.estimate.state import bytes_on_device
-from jaxmem.step import program
+from jaxmem.step.programs import program
 from tests.step.conftest import Trained, config
 
 MIXED = {"parameters": "bfloat16", "master": "float32"}

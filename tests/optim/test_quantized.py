@@ -12,8 +12,8 @@ from jaxmem.optim import in_place
 from jaxmem.optim.layers import ParameterSpec
 from jaxmem.optim.rules import quantized
 from jaxmem.planning.targets import parse_target, target_devices
-from jaxmem.sharding import path_name
-from jaxmem.step import program
+from jaxmem.sharding.table import path_name
+from jaxmem.step.programs import program
 from tests.optim.conftest import gradients, normal, updates
 from tests.step.conftest import config
 

@@ -10,7 +10,8 @@ import pytest
 
 from jaxmem import optim
 from jaxmem.optim import in_place
-from jaxmem.sharding import is_axes, layout_for
+from jaxmem.sharding.layout import layout_for
+from jaxmem.sharding.table import is_axes
 from jaxmem.sharding.weights import WithRemainder
 from tests.optim.conftest import gradients, normal
 from tests.step.conftest import config

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmem.pipeline import Pipeline
+from jaxmem.pipeline.stages import Pipeline
 from jaxmem.pipeline.timetable import BACKWARD, FORWARD, IDLE, check, evaluation, timetable
-from jaxmem.stack import StackOptions, apply_call, stack_call, stacked
+from jaxmem.stack.apply import apply_call, stack_call, stacked
+from jaxmem.stack.call import StackOptions
 from tests.support.stages import arranged
 
 SHAPES = [  # layers, stages, micro-batches, rounds

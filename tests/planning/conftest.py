@@ -6,13 +6,12 @@ from typing import Any
 import jax
 import pytest
 
-from jaxmem import planning
 from jaxmem.config import Config, load_config
-from jaxmem.planning import Plan, parse_target
 from jaxmem.planning.compile import CompiledProgram, compile_program
 from jaxmem.planning.hlo import Module, read_module
-from jaxmem.planning.targets import target_devices
-from jaxmem.step import Program, program
+from jaxmem.planning.result import Plan, plan_program
+from jaxmem.planning.targets import parse_target, target_devices
+from jaxmem.step.programs import Program, program
 
 SMALL = {
     "family": "decoder",
@@ -39,7 +38,7 @@ def config(**sections: Any) -> Config:
 
 def plan_here(devices: int = 8, **sections: Any) -> Plan:
     """Of a small run, for some of the simulated devices."""
-    return planning.plan_program(program(config(**sections), jax.devices()[:devices]))
+    return plan_program(program(config(**sections), jax.devices()[:devices]))
 
 
 def compiled_for(cfg: Config, name: str) -> tuple[Program, CompiledProgram]:

@@ -16,17 +16,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
-from jaxmem.pipeline import Pipeline
-from jaxmem.planning import Plan, advice
+from jaxmem.pipeline.stages import Pipeline
+from jaxmem.planning import advice
 from jaxmem.planning.advice import PlanWarning, warnings_of
 from jaxmem.planning.breakdown import Breakdown, KnownShapes, known_shapes
 from jaxmem.planning.buffers import Allocation, Buffer
 from jaxmem.planning.compile import CompiledProgram, compile_program, replicated_arrays, without_cache
 from jaxmem.planning.estimated import estimated
 from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module
+from jaxmem.planning.result import Plan
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.stack import remat
-from jaxmem.step import program
+from jaxmem.step.programs import program
 from tests.planning.conftest import SMALL, config, plan_here
 
 MIB = 2**20

@@ -2,7 +2,6 @@
 
 import pytest
 
-from jaxmem import planning
 from jaxmem.config import Config, Save, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.estimate.layers import Layer, layers_of
@@ -14,8 +13,9 @@ from jaxmem.planning import budget
 from jaxmem.planning.budget import BYTES_PER_ELEMENT, PolicyCandidate, candidates, largest_that_fits, resolve_remat
 from jaxmem.planning.compile import compile_program
 from jaxmem.planning.hlo import total_flops
+from jaxmem.planning.result import plan
 from jaxmem.planning.targets import parse_target, target_devices, usable_memory
-from jaxmem.step import program
+from jaxmem.step.programs import program
 from tests.planning.conftest import SMALL, config
 
 DEEP = {**SMALL, "layers": 8, "embed": 64, "mlp": 192, "head_dim": 16}
@@ -82,13 +82,13 @@ def test_a_budget_a_tenth_below_none_costs_next_to_nothing() -> None:
     devices = target_devices(parse_target(target), 2**40)
     none = compile_program(program(asked, devices).lower_step(), here=False)
     memory = asked.memory.model_copy(update={"remat": "auto", "budget": 0.9 * none.total / 2**30})
-    plan = planning.plan(asked.model_copy(update={"memory": memory}), target)
-    assert plan.fits
-    assert isinstance(plan.program.cfg.memory.remat, Save)
-    assert plan.choices[0].startswith(f"recompute: saves {plan.program.cfg.memory.remat.save[0]}")
-    assert "auto: the fastest that fits" in plan.as_json()["remat_why"]
-    assert plan.timeline.flops < 1.02 * total_flops(none.module)
-    assert load_config(plan.program.cfg.model_dump(mode="json")) == plan.program.cfg
+    auto = plan(asked.model_copy(update={"memory": memory}), target)
+    assert auto.fits
+    assert isinstance(auto.program.cfg.memory.remat, Save)
+    assert auto.choices[0].startswith(f"recompute: saves {auto.program.cfg.memory.remat.save[0]}")
+    assert "auto: the fastest that fits" in auto.as_json()["remat_why"]
+    assert auto.timeline.flops < 1.02 * total_flops(none.module)
+    assert load_config(auto.program.cfg.model_dump(mode="json")) == auto.program.cfg
 
 
 def test_where_nothing_fits_the_plan_says_so() -> None:

@@ -11,7 +11,7 @@ from jaxmem.planning.breakdown import Breakdown, known_shapes
 from jaxmem.planning.buffers import read_allocations
 from jaxmem.planning.compile import compile_program
 from jaxmem.planning.targets import local_target, parse_target, target_devices
-from jaxmem.step import program
+from jaxmem.step.programs import program
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MAX_SHARE = 0.02

@@ -8,10 +8,10 @@ import jaxmem
 from jaxmem.config import load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
-from jaxmem.planning import Plan, parse_target
-from jaxmem.planning.targets import target_devices
-from jaxmem.step import program
+from jaxmem.planning.result import Plan
+from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.step.kernel_choice import attention_choice, resolve_kernels
+from jaxmem.step.programs import program
 from tests.planning.conftest import SMALL, compiled_for, config
 
 CUDNN, TRITON = "__cudnn$fmha", "triton_kernel_call"

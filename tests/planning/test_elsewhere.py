@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmem.models import vocab_slices
-from jaxmem.planning import parse_target
 from jaxmem.planning.buffers import sizes_of
 from jaxmem.planning.compile import UNTIMED, compile_elsewhere, compile_program, replicated_arrays, without_cache
 from jaxmem.planning.hlo import read_module, total_flops
 from jaxmem.planning.hlo_proto import HloProto
-from jaxmem.planning.targets import target_devices
+from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.sharding import host
-from jaxmem.step import program
+from jaxmem.step.programs import program
 from tests.planning.conftest import SMALL, config
 
 Lowered = jax.stages.Lowered

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from jaxmem.planning.result import ideal_flops
-from jaxmem.step import program
+from jaxmem.step.programs import program
 from tests.planning.conftest import SMALL, config
 
 

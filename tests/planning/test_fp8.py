@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from jaxmem.models.fp8 import SCOPE
-from jaxmem.planning import advice, parse_target, targets
+from jaxmem.planning import advice, targets
 from jaxmem.planning.hlo import BLOCK_SCALED_DOT, dot_flops
+from jaxmem.planning.targets import parse_target
 from tests.planning.conftest import SMALL, compiled_for, config
 from tests.support.tiers import exhaustive
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxmem import planning
-from jaxmem.planning import Plan
 from jaxmem.planning.accuracy import published_range
 from jaxmem.planning.hlo_proto import BufferAssignmentProto
+from jaxmem.planning.result import Plan, plan
 from jaxmem.planning.targets import parse_target
 from jaxmem.planning.timeline import timeline
 from tests.planning.conftest import SMALL, config
@@ -34,7 +33,7 @@ CONFIG = config(
 @pytest.fixture(scope="module")
 def planned() -> Plan:
     before = jax.live_arrays()  # held, so that none is freed meanwhile
-    found = planning.plan(CONFIG, "h100-80gb:2x4")
+    found = plan(CONFIG, "h100-80gb:2x4")
     assert len(jax.live_arrays()) == len(before), "a plan allocates no array"
     return found
 

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmem.models.block import GatedMlp
-from jaxmem.planning import Plan
 from jaxmem.planning.breakdown import Breakdown, KnownShapes
 from jaxmem.planning.buffers import read_allocations
 from jaxmem.planning.compile import total_of
 from jaxmem.planning.history import BANDS, PASSES, _passes, history, source_of
 from jaxmem.planning.hlo import read_module
+from jaxmem.planning.result import Plan
 from jaxmem.planning.targets import parse_target
 from jaxmem.planning.timeline import timeline
 

@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from jaxmem.planning import Plan
+from jaxmem.planning.result import Plan
 
 
 def shown(plan: Plan, width: int) -> str:

@@ -8,11 +8,11 @@ import jax
 import pytest
 from rich.console import Console
 
-from jaxmem import planning
 from jaxmem.distributed import join
 from jaxmem.errors import UserError
 from jaxmem.machine import devices, gpus
 from jaxmem.machine.gpus import GIB, GPUS
+from jaxmem.planning.result import plan
 from jaxmem.planning.table import TargetList
 from jaxmem.planning.targets import local_target, parse_target, target_config, target_devices
 
@@ -211,7 +211,7 @@ def test_the_list_shows_every_target_whole_in_80_columns() -> None:
 @pytest.mark.exhaustive
 def test_a_model_larger_than_this_cpu_is_planned_for_a_target() -> None:
     with pytest.raises(UserError, match=r"llama3-70b needs .* more than this machine .* --target h100-80gb:8"):
-        planning.plan("llama3-70b")
+        plan("llama3-70b")
 
 
 def test_a_file_may_name_a_gpu_that_has_the_other_fields(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ import jax
 import pytest
 
 from jaxmem.config import Config, load_config
-from jaxmem.estimate import bytes_on_device
+from jaxmem.estimate.state import bytes_on_device
 from jaxmem.planning.compile import compile_program
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.quant import QTensor, quantize
-from jaxmem.sharding import is_axes
-from jaxmem.step import Program, program
+from jaxmem.sharding.table import is_axes
+from jaxmem.step.programs import Program, program
 from tests.planning.conftest import plan_here
 
 GB = 1e9

@@ -16,7 +16,7 @@ from jaxmem.planning.compile import compile_program, replicated_arrays
 from jaxmem.planning.hlo import dot_flops
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.planning.timeline import timeline
-from jaxmem.step import program
+from jaxmem.step.programs import program
 from tests.planning.conftest import SMALL, compiled_for, config
 from tests.support.communication_theory import volume
 from tests.support.tiers import cases

@@ -11,7 +11,7 @@ from jaxmem.kernels import attention
 from jaxmem.models.layers import RMSNorm
 from jaxmem.models.losses import cross_entropy
 from jaxmem.quant.precision import compute_dtype, rounded
-from jaxmem.sharding import layout_for
+from jaxmem.sharding.layout import layout_for
 from jaxmem.sharding.weights import Storage, store
 
 

@@ -11,8 +11,9 @@ import pytest
 from jaxmem.checkpoint.metrics import parse_row
 from jaxmem.config import save_config
 from jaxmem.errors import UserError
-from jaxmem.planning import Plan, format_bytes
 from jaxmem.planning.history import BANDS
+from jaxmem.planning.result import Plan
+from jaxmem.planning.units import format_bytes
 from jaxmem.report import figure, report_run, write_figure, write_page
 from jaxmem.report.figure import digest, digest_of, draw_curves
 from jaxmem.report.page import KINDS, _operations, _rows, page

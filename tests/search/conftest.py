@@ -9,8 +9,8 @@ import pytest
 
 from jaxmem.config import Config
 from jaxmem.estimate.memory import Estimate
-from jaxmem.planning import Target, parse_target
 from jaxmem.planning.estimated import estimated
+from jaxmem.planning.targets import Target, parse_target
 from jaxmem.search.candidates import Candidate, Space
 from jaxmem.search.compilers import CompilerPool
 from jaxmem.search.knobs import Knob

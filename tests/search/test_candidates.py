@@ -10,7 +10,7 @@ import pytest
 from jaxmem.config import MESH_AXES, Memory, Save, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
-from jaxmem.planning import Target, parse_target
+from jaxmem.planning.targets import Target, parse_target
 from jaxmem.search.candidates import MAX_SIZE, pareto_front
 from jaxmem.search.knobs import DEFAULT_ALLOW, allowed, values
 

@@ -17,7 +17,8 @@ from jaxmem.config import Config, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.config.methods import METHODS, run_config
 from jaxmem.errors import UserError
-from jaxmem.planning import Target, format_bytes
+from jaxmem.planning.targets import Target
+from jaxmem.planning.units import format_bytes
 from jaxmem.search import fit, nearest
 from jaxmem.search.comparison import Comparison, compare
 from jaxmem.search.compilers import RefusedError

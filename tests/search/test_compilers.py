@@ -15,8 +15,8 @@ from jaxmem.config import load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.config.optimizers import OPTIMIZERS, AdamWSettings, Entry
 from jaxmem.errors import UserError
-from jaxmem.planning import parse_target, plan
-from jaxmem.planning.targets import local_target, usable_memory
+from jaxmem.planning.result import plan
+from jaxmem.planning.targets import local_target, parse_target, usable_memory
 from jaxmem.search import compilers as compilers_module
 from jaxmem.search import worker
 from jaxmem.search.compilers import CompilerPool, RefusedError, compile_target

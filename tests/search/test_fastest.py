@@ -9,12 +9,12 @@ from rich.console import Console
 
 from jaxmem.config import Config
 from jaxmem.errors import UserError
-from jaxmem.planning import plan_program
+from jaxmem.planning.result import plan_program
 from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.search.fit import Fit, search
 from jaxmem.search.knobs import KERNELS, allowed
 from jaxmem.search.worker import StepCost
-from jaxmem.step import program
+from jaxmem.step.programs import program
 
 from .conftest import FakeCompilers, candidates, config, with_memory
 

@@ -8,9 +8,9 @@ import pytest
 from jaxmem.config import Config, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
-from jaxmem.estimate import Estimate
-from jaxmem.planning import Target
+from jaxmem.estimate.memory import Estimate
 from jaxmem.planning.estimated import estimated
+from jaxmem.planning.targets import Target
 from jaxmem.search import largest
 from jaxmem.search.largest import UNITS, search_largest
 

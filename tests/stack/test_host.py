@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 from jaxmem.config.names import BOUNDARY
-from jaxmem.stack import StackOptions, apply_call, stack_call, stacked
+from jaxmem.stack.apply import apply_call, stack_call, stacked
+from jaxmem.stack.call import StackOptions
 from scripts.course.checkpointing import backward
 from tests.stack.test_recompute_plan import Affine, layer
 

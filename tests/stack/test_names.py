@@ -7,10 +7,10 @@ from flax import nnx
 from jaxmem import models
 from jaxmem.config import load_config
 from jaxmem.config.networks import FAMILIES
-from jaxmem.models import Execution
-from jaxmem.stack import StackOptions
-from jaxmem.step import program
+from jaxmem.models.network import Execution
+from jaxmem.stack.call import StackOptions
 from jaxmem.step.objective import objective_of
+from jaxmem.step.programs import program
 from tests.step.conftest import config
 
 PICTURES = {"data": {"source": "digits"}, "objective": "classify"}

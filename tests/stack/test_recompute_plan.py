@@ -11,9 +11,10 @@ from flax import nnx
 
 from jaxmem.config.recompute import fewest
 from jaxmem.quant import quantize
-from jaxmem.sharding import gather
+from jaxmem.sharding.gathering import gather
 from jaxmem.sharding.weights import StoredWeight
-from jaxmem.stack import StackCall, StackOptions, apply_call, stack_call, stacked
+from jaxmem.stack.apply import apply_call, stack_call, stacked
+from jaxmem.stack.call import StackCall, StackOptions
 from jaxmem.stack.recompute_plan import recompute_plan
 from jaxmem.stack.scheduled import by_plan
 from scripts.course.checkpointing import FORMULAS, backward

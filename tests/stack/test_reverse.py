@@ -6,7 +6,9 @@ import numpy as np
 from flax import nnx
 
 from jaxmem.config.names import BOUNDARY
-from jaxmem.stack import StackOptions, Visitor, apply_call, forward, stack_call, stacked
+from jaxmem.stack.apply import apply_call, stack_call, stacked
+from jaxmem.stack.call import StackOptions
+from jaxmem.stack.reverse import Visitor, forward
 from tests.stack.test_recompute_plan import Affine, layer
 
 

@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 
 from jaxmem.sharding.weights import StoredWeight
-from jaxmem.stack import StackOptions, apply_call, stack_call, stacked
+from jaxmem.stack.apply import apply_call, stack_call, stacked
+from jaxmem.stack.call import StackOptions
 from tests.support.tiers import cases
 
 LAYERS = 6

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from jaxmem.config import load_config
-from jaxmem.estimate import bytes_on_device
-from jaxmem.step import program
+from jaxmem.estimate.state import bytes_on_device
+from jaxmem.step.programs import program
 
 SMALL = {"vocab": 64, "layers": 2, "embed": 32, "mlp": 64, "heads": 8, "kv_heads": 4, "head_dim": 8}
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxmem.config import Config, load_config
 from jaxmem.machine.devices import simulate
-from jaxmem.step import Program, program
+from jaxmem.step.programs import Program, program
 
 FILE = Path(__file__).parent / "data/golden.json"
 UPDATES, TOLERANCE = 5, 2e-5  # of each loss

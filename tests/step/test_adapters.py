@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict
 from jaxmem.errors import UserError
 from jaxmem.planning.breakdown import known_shapes
 from jaxmem.sharding.weights import is_quantized
-from jaxmem.step import program
+from jaxmem.step.programs import program
 from tests.step.conftest import Trained, config
 
 LEARNING = {"epsilon": 1e-3, "learning_rate": 1e-2}

@@ -12,7 +12,7 @@ from jaxmem.config.devices import for_devices
 from jaxmem.config.optimizers import ApolloSettings, GaLoreSettings, QGaLoreSettings
 from jaxmem.errors import UserError
 from jaxmem.sharding.weights import is_quantized
-from jaxmem.step import program
+from jaxmem.step.programs import program
 from tests.step.conftest import SMALL, Trained, batch_for, config
 from tests.support.tiers import cases
 

@@ -12,10 +12,11 @@ from jax.sharding import PartitionSpec
 
 from jaxmem.errors import UserError
 from jaxmem.models.linear import Linear, matmul
-from jaxmem.sharding import map_devices
-from jaxmem.step import execution, program
+from jaxmem.sharding.arrays import map_devices
+from jaxmem.step import execution
 from jaxmem.step.execution import ExecutionSpec
 from jaxmem.step.model import ModelSpec
+from jaxmem.step.programs import program
 from tests.step.conftest import SMALL, Trained, config
 
 QWEN = {"attention_bias": True, "experts": {"count": 4, "top_k": 2, "shared": 32, "renormalize": False}}

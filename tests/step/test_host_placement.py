@@ -5,11 +5,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmem import planning
 from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.errors import UserError
 from jaxmem.estimate.state import bytes_on_device
-from jaxmem.step import host_placement, program
+from jaxmem.planning import result
+from jaxmem.step import host_placement
+from jaxmem.step.programs import program
 from tests.step.conftest import SMALL, Trained, config
 
 # The output projection and attention learn, the embedding and the MLPs stay.
@@ -70,7 +71,7 @@ def test_bytes_leave_the_device():
     """Of GPUs that are not here, with the places written into the program."""
     wide = {**SMALL, "preset": "tiny", "vocab": 2048, "embed": 128, "mlp": 1024, "layers": 4}
     memory = {"offload": AWAY, "remat": "full", "update": "during", "loss_chunk": 512}
-    plan = planning.plan(config(**{**SOME, "mesh": {"fsdp": 2}}, model=wide, memory=memory), "h100-80gb:2")
+    plan = result.plan(config(**{**SOME, "mesh": {"fsdp": 2}}, model=wide, memory=memory), "h100-80gb:2")
     built, sizes = plan.program, plan.compiled_step.sizes
     waiting, state = bytes_on_device(built.spec.host_state), bytes_on_device(built.spec.state)
     assert waiting > 0.8 * state

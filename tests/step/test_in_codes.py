@@ -17,8 +17,8 @@ from jaxmem.estimate.state import bytes_on_device
 from jaxmem.optim import in_place
 from jaxmem.quant import FORMATS, QTensor, quantize
 from jaxmem.sharding.weights import is_quantized
-from jaxmem.step import program
 from jaxmem.step.objective import objective_of
+from jaxmem.step.programs import program
 from tests.step.conftest import Trained, batch_for, config
 
 INT8 = {"precision": {"parameters": "int8"}, "optimizer": {"learning_rate": 1e-2, "epsilon": 1e-3}}

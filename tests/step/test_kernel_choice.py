@@ -3,11 +3,11 @@
 import pytest
 
 from jaxmem.config.methods import run_config
-from jaxmem.planning import Plan
 from jaxmem.planning.compile import CompiledProgram
+from jaxmem.planning.result import Plan
 from jaxmem.planning.targets import parse_target, target_devices
-from jaxmem.step import program
 from jaxmem.step.kernel_choice import kernel_choices, resolve_kernels
+from jaxmem.step.programs import program
 from tests.planning.conftest import SMALL, config
 
 

@@ -13,10 +13,10 @@ from jaxmem.errors import UserError
 from jaxmem.planning.breakdown import sorted_dims
 from jaxmem.planning.communication import collective
 from jaxmem.planning.hlo import read_module
-from jaxmem.sharding import Axis, Layout, layout_for, make_rules
+from jaxmem.sharding.layout import Layout, layout_for
 from jaxmem.sharding.leaves import StateArray, axes_of_state
-from jaxmem.sharding.table import assign_mesh_axes
-from jaxmem.step import program
+from jaxmem.sharding.table import Axis, assign_mesh_axes, make_rules
+from jaxmem.step.programs import program
 from tests.step.conftest import SMALL, Trained, config
 from tests.support.tiers import cases
 
@@ -238,7 +238,8 @@ def test_undeclared_state_is_an_error_that_names_it():
 
 
 def test_a_layout_only_acts_inside_it():
-    from jaxmem.sharding import constrain, current
+    from jaxmem.sharding.arrays import constrain
+    from jaxmem.sharding.layout import current
 
     x = np.zeros((3, 5), np.float32)
     assert constrain(x, "no", "such") is x

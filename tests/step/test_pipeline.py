@@ -12,7 +12,7 @@ import pytest
 from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.planning.hlo import read_module, trip_count
-from jaxmem.step import program
+from jaxmem.step.programs import program
 from jaxmem.step.state import TrainState
 from tests.step.conftest import SMALL, Trained, batch_for, config
 from tests.support.generation import generate

@@ -4,8 +4,9 @@ import jax
 import pytest
 
 from jaxmem.errors import UserError
-from jaxmem.sharding import Axis, layout_for
-from jaxmem.step import program
+from jaxmem.sharding.layout import layout_for
+from jaxmem.sharding.table import Axis
+from jaxmem.step.programs import program
 from tests.step.conftest import SMALL, Trained, config
 
 FIRST = ["tensor", "fsdp", "context"]

@@ -15,9 +15,8 @@ from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.planning.compile import compile_program
 from jaxmem.planning.targets import parse_target, target_devices
-from jaxmem.step import program
 from jaxmem.step.kernel_choice import attention_choice
-from jaxmem.step.programs import compiler_options
+from jaxmem.step.programs import compiler_options, program
 from tests.step.conftest import SMALL, Trained, batch_for, config
 
 

@@ -6,7 +6,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from jaxmem.errors import UserError
-from jaxmem.step import program
+from jaxmem.step.programs import program
 from tests.step.conftest import SMALL, Trained, config
 
 NORMS = ["*norm.scale", "head.*"]

@@ -13,7 +13,8 @@ from jaxmem.optim.rules import quantized
 from jaxmem.planning.compile import compile_program
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.sharding.trees import merge
-from jaxmem.step import nonfinite, program
+from jaxmem.step import nonfinite
+from jaxmem.step.programs import program
 from tests.step.conftest import SMALL, Trained, batch_for, config
 
 MODEL = {"preset": "tiny", **SMALL, "layers": 3, "vocab": 264}

@@ -39,7 +39,7 @@ from jaxmem.errors import UserError
 from jaxmem.models.cross_entropy import max_update_entries, slice_width
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding.weights import differentiable
-from jaxmem.step import Program
+from jaxmem.step.programs import Program
 
 FLOAT32 = 4
 

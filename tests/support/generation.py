@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxmem.inference.generate import Generator, Sampling
-from jaxmem.step import Program
+from jaxmem.step.programs import Program
 
 
 def generate(

@@ -84,7 +84,7 @@ def measure(cfg: Config) -> dict[str, Any]:
     import jax
 
     from jaxmem.data.loader import Loader
-    from jaxmem.step import program
+    from jaxmem.step.programs import program
 
     built = program(cfg, jax.devices())
     before, start = resident(), time.monotonic()

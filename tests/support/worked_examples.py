@@ -8,7 +8,7 @@ import jax
 import jaxmem
 from jaxmem.config import Config
 from jaxmem.estimate.memory import predict
-from jaxmem.step import program
+from jaxmem.step.programs import program
 from tests.step.golden import DECODER, config, losses, off
 
 IMAGES = {"objective": "classify", "data": {"source": "digits"}, "optimizer": {"learning_rate": 1e-2}}

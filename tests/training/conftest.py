@@ -8,8 +8,8 @@ import pytest
 
 from jaxmem.planning import result
 from jaxmem.planning.compile import compile_program
-from jaxmem.step import Program
 from jaxmem.step.batches import batch_spec
+from jaxmem.step.programs import Program
 
 LOWERED: dict[tuple[Any, ...], Any] = {}
 COMPILED: dict[Any, Any] = {}

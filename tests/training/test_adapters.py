@@ -10,7 +10,7 @@ from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.hf.files import copy_tokenizer
 from jaxmem.inference.load import initial_state, open_model
-from jaxmem.step import program
+from jaxmem.step.programs import program
 from jaxmem.training.run import run
 
 ONE = jax.devices()[:1]

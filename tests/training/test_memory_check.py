@@ -10,12 +10,13 @@ import jax
 import pytest
 
 from jaxmem.config import load_config
-from jaxmem.estimate import bytes_on_device
+from jaxmem.estimate.state import bytes_on_device
 from jaxmem.machine import devices
 from jaxmem.machine.gpus import GIB, GPUS, reserved
-from jaxmem.planning import Plan, format_bytes, plan_program
+from jaxmem.planning.result import Plan, plan_program
 from jaxmem.planning.targets import local_target
-from jaxmem.step import program
+from jaxmem.planning.units import format_bytes
+from jaxmem.step.programs import program
 from jaxmem.training import memory_check
 from jaxmem.training.memory_check import (
     DoesNotFitError,

@@ -15,8 +15,8 @@ from jaxmem.data.loader import Loader
 from jaxmem.errors import UserError
 from jaxmem.inference.evaluate import evaluate
 from jaxmem.inference.reference import file_for, read, reference_logprobs, reference_of
-from jaxmem.step import program
 from jaxmem.step.objective import objective_of
+from jaxmem.step.programs import program
 from jaxmem.training.run import run
 
 MODEL = {"vocab": 257, "layers": 2, "embed": 16, "mlp": 24, "heads": 2, "kv_heads": 1, "head_dim": 8}

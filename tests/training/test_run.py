@@ -17,8 +17,8 @@ from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.inference.evaluate import Evaluator
 from jaxmem.inference.load import open_run
-from jaxmem.planning import plan_program
-from jaxmem.step import Program
+from jaxmem.planning.result import plan_program
+from jaxmem.step.programs import Program
 from jaxmem.training.memory_check import DoesNotFitError
 from jaxmem.training.run import run
 

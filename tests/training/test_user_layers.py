@@ -9,8 +9,8 @@ from flax import nnx
 
 import jaxmem
 from jaxmem.config.methods import config_with
-from jaxmem.planning import plan_program
-from jaxmem.step import program
+from jaxmem.planning.result import plan_program
+from jaxmem.step.programs import program
 from tests.training.user_models import (
     DATA,
     LM,

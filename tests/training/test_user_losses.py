@@ -15,8 +15,8 @@ from jaxmem.config.user import UserObjects
 from jaxmem.errors import UserError
 from jaxmem.inference.evaluate import Evaluator
 from jaxmem.models.linear import Linear
-from jaxmem.stack import apply_call, stack_call, stacked
-from jaxmem.step import program
+from jaxmem.stack.apply import apply_call, stack_call, stacked
+from jaxmem.step.programs import program
 
 ROWS, TIME, EMBED = 8, 4, 8  # TIME is also the number of rows of a micro-batch
 draw = np.random.default_rng(0).normal

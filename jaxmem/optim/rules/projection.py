@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.optim.layers import ParameterSpec
-from jaxmem.sharding import constrain, if_even
+from jaxmem.sharding.arrays import constrain
+from jaxmem.sharding.table import if_even
 
 PROJECTED = "projected"
 EXACT = jax.lax.Precision.HIGHEST

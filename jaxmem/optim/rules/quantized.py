@@ -25,7 +25,7 @@ from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext,
 from jaxmem.optim.rules.plain import Adam, Lion, Momentum, bias_correction
 from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
 from jaxmem.quant import FORMATS, QTensor, even_block_size, quantize
-from jaxmem.sharding import per_device
+from jaxmem.sharding.leaves import per_device
 from jaxmem.sharding.weights import is_matrix
 from jaxmem.typing import AxesTree
 

@@ -10,7 +10,7 @@ import pytest
 from jaxmem.config import load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
-from jaxmem.planning import parse_target
+from jaxmem.planning.targets import parse_target
 from jaxmem.search.worker import step_plan
 from scripts.course import common
 from scripts.course.memory import BASE, ROWS, ZERO_GPUS, Technique, _overrides, measure
