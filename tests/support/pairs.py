@@ -11,7 +11,7 @@ communication only (NEUTRAL). A pair counts as tried when a row with it has trai
 settings are only when the model is known, is reduced to the fewest settings that are refused, and no later row has all
 of them. At the end the pairs that are refused alone are listed with the reason.
 
-FILE has a line of JSON per row; a row in it that failed is tried again. With --reduce a row that fails is reduced to
+FILE has a line of JSON per row; with --failed the rows in it that failed are tried again. With --reduce a row that fails is reduced to
 the fewest settings that still fail.
 """
 
@@ -473,7 +473,10 @@ class Cover:
 def trained(given: list[str]) -> list[float]:
     """The losses of the updates, then the loss of held-out data after each of them if the config evaluates."""
     with tempfile.TemporaryDirectory() as folder:
-        cfg = config([*given, f"output={folder}", f"checkpoint.path={folder}/saved"])
+        paths = [f"output={folder}", f"checkpoint.path={folder}/saved"]
+        if any("objective.name=dpo" in text for text in given):  # beside the data, it would be that of another row
+            paths.append(f"data.reference_logprobs={folder}/reference.npz")
+        cfg = config([*given, *paths])
         devices = jax.devices()[: math.prod(getattr(cfg.mesh, axis) for axis in MESH_AXES)]
         losses = _losses(cfg, devices)
         if cfg.checkpoint.every is not None and cfg.checkpoint.resume == "auto":
@@ -593,9 +596,27 @@ def reduced(row: Row, kind: str, outcome: Callable[[Row], Outcome]) -> Row:
 
 @dataclasses.dataclass
 class Results:
-    """A file with a line of JSON per row."""
+    """A file with a line of JSON per row. While a row is tried, it is in a file beside it: XLA may end the process."""
 
     path: Path | None
+
+    @property
+    def _current(self) -> Path | None:
+        return self.path and self.path.with_suffix(".current")
+
+    def begin(self, row: Row) -> None:
+        if self._current:
+            self._current.write_text(json.dumps(row))
+
+    def end(self) -> None:
+        if self._current:
+            self._current.unlink()
+
+    def record_ended(self) -> None:
+        """Records the row that has ended the process before."""
+        if self._current and self._current.exists():
+            self.write(tuple(json.loads(self._current.read_text())), Outcome("ended the process"), 0, -1)
+            self.end()
 
     def read(self) -> list[tuple[Row, Outcome]]:
         """The rows whose settings are still in SETTINGS, each with its last outcome."""
@@ -615,8 +636,12 @@ class Results:
 
 def try_row(row: Row, cover: Cover, results: Results, *, reduce: bool = False) -> Outcome:
     """Trains a row, and tells `cover` and `results` what became of it."""
+    results.begin(row)
     start = time.monotonic()
-    result = outcome(row)
+    try:
+        result = outcome(row)
+    finally:
+        results.end()
     seconds = time.monotonic() - start
     if result.refusal:
         row = reduced(row, result.kind, refused_at_run)
@@ -638,16 +663,19 @@ def main() -> int:
     parser.add_argument("--results", type=Path, metavar="FILE", help="write a line per row; continue its run")
     parser.add_argument("--rows", type=int, help="stop after so many")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--failed", action="store_true", help="first the rows that failed, again")
     parser.add_argument("--reduce", action="store_true", help="a row that fails to the fewest settings that still fail")
     parser.add_argument("--try", nargs="+", dest="row", metavar="KEY=VALUE", help="this row only")
     args = parser.parse_args()
     results = Results(args.results)
+    results.record_ended()
     tried = results.read()
-    cover = Cover(args.seed, [row for row, result in tried if result == Outcome()])
+    # Another order at each start: a row that failed would come again first.
+    cover = Cover(args.seed + len(tried), [row for row, result in tried if result == Outcome()])
     for row, result in tried:
         if result.refusal:
             cover.refuse(row, result.refusal)
-    rows = [tuple(args.row)] if args.row else [row for row, result in tried if result.failure]
+    rows = [tuple(args.row)] if args.row else [row for row, result in tried if result.failure] if args.failed else []
     failed = 0
     for count in itertools.count():
         row = rows.pop(0) if rows else None if args.row else cover.next_row()
