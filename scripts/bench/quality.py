@@ -2,12 +2,12 @@
 
     python scripts/bench/quality.py train MODEL.gguf                    # resumes; a JSON file for each run
     python scripts/bench/quality.py train MODEL.gguf adamw qlora-16     # some methods
-    python scripts/bench/quality.py table --png FILE                    # of the recorded runs
+    python scripts/bench/quality.py table --png FILE                    # of the recorded runs, short and complete
     python scripts/bench/quality.py left                                # runs and updates that are missing
 
 MODEL.gguf: SmolLM2-135M-Instruct, see docs/how-to/chat.md. The corpus is the docstrings of packages that jaxmem[dev]
 installs and of the standard library, a document for each module. A run has 100 updates of 1,024 tokens. The learning
-rate of a method is the one of three with the lowest loss on the packages in VALIDATION after 25 updates; the reported
+rate of a method is that of its three with the lowest loss on the packages in VALIDATION after 25 updates; the reported
 loss is that of runs of full length on the packages in HELD_OUT, which choose nothing. MAIN methods have two seeds. A
 run of 100 updates takes about 12 minutes on two idle cores, all runs about 12 hours.
 """
@@ -52,7 +52,7 @@ PACKAGE_CHARACTERS = {
 
 class Method(NamedTuple):
     overrides: str
-    learning_rates: tuple[float, float, float]
+    learning_rates: tuple[float, ...]  # the best one is chosen by runs of SEARCH_STEPS
 
 
 FULL = (1e-5, 3e-5, 1e-4)
@@ -81,6 +81,12 @@ METHODS = MAIN | {
     "lora-64": Method(f"{_LORA} adapter.rank=64", ADAPTER),
     "last-layers": Method("adapter.kind=last_layers", FULL),
     "prompt": Method("adapter.kind=prompt data.packing=false", (1e-3, 3e-3, 1e-2)),
+    # With a learning rate of AdamW, beside which they are shown after SEARCH_STEPS.
+    "compute-bfloat16": Method("precision.compute=bfloat16", FULL[:1]),
+    "fp8-row": Method("precision.compute=fp8 precision.fp8_scaling=row", FULL[:1]),
+    "fp8-tensor": Method("precision.compute=fp8", FULL[:1]),
+    "fp8-mxfp8": Method("precision.compute=fp8 precision.fp8_scaling=mxfp8", FULL[:1]),
+    "fp8-saved": Method("memory.save_dtype=fp8 memory.remat=dots", FULL[:1]),
 }
 
 
@@ -238,6 +244,17 @@ def rows(methods: Sequence[str]) -> Iterator[Row]:
             yield Row(method, records[0]["learning_rate"], len(records), loss, size)
 
 
+def print_search(methods: Sequence[str]) -> None:
+    """The runs that choose a learning rate, each beside AdamW with the same one."""
+    print("| method | learning rate | validation loss | above AdamW |")
+    print("| --- | ---: | ---: | ---: |")
+    for run in (run for method in methods for run in runs_of(method) if run.steps == SEARCH_STEPS):
+        record, base = run.record(), run._replace(method="adamw").record()
+        if record:
+            above = f"{record['loss'] - base['loss']:+.4f}" if base else ""
+            print(f"| {run.method} | {run.learning_rate:g} | {record['loss']:.4f} | {above} |")
+
+
 def print_table(compared: Sequence[Row]) -> None:
     print("| method | learning rate | seeds | held-out loss | bytes per parameter |")
     print("| --- | ---: | ---: | ---: | ---: |")
@@ -285,6 +302,8 @@ def main() -> None:
         train_all(args.methods, args.model)
     elif args.command == "table":
         compared = list(rows(args.methods))
+        print_search(args.methods)
+        print()
         print_table(compared)
         if args.png:
             draw(compared, args.png)

@@ -77,6 +77,16 @@ def test_the_best_learning_rate_is_trained_at_full_length(
     assert "| qlora-16 | 0.001 | 1 |" in capsys.readouterr().out
 
 
+def test_short_runs_are_compared_with_adamw_at_the_same_learning_rate(
+    quality: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quality.RECORDS.mkdir()
+    for method, loss in {"adamw": 2.0, "fp8-row": 2.25}.items():
+        (quality.RECORDS / f"{method}-1e-05-25-0.json").write_text(json.dumps({"loss": loss}))
+    quality.print_search(["adamw", "fp8-row", "muon"])
+    assert "| fp8-row | 1e-05 | 2.2500 | +0.2500 |" in capsys.readouterr().out
+
+
 def test_parts_of_the_corpus_share_no_document(quality: ModuleType) -> None:
     digests = quality.write_corpus()
     parts = [set((quality.WORK / f"{name}.jsonl").read_text().splitlines()) for name in digests]

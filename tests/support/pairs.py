@@ -11,8 +11,8 @@ communication only (NEUTRAL). A pair counts as tried when a row with it has trai
 settings are only when the model is known, is reduced to the fewest settings that are refused, and no later row has all
 of them. At the end the pairs that are refused alone are listed with the reason.
 
-FILE has a line of JSON per row; with --failed the rows in it that failed are tried again. With --reduce a row that fails is reduced to
-the fewest settings that still fail.
+FILE has a line of JSON per row; with --failed the rows in it that failed are tried again. With --reduce a row that
+fails is reduced to the fewest settings that still fail.
 """
 
 import argparse
