@@ -23,7 +23,7 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from jaxmem.config.mesh import head_group_counts
-from jaxmem.sharding.arrays import shard_first_dim
+from jaxmem.sharding.arrays import shard_first_dim, sum_over_shards
 from jaxmem.sharding.gathering import gather
 from jaxmem.sharding.layout import current, shard_axes, shard_count
 from jaxmem.sharding.table import axis_name
@@ -222,9 +222,8 @@ def _map_chunks_backward(chunks: _Chunks, saved: tuple[Tree, Tree, Tree], g: Tre
         return (of_weights, chunks.write(of_x, j, x_gradient)), None
 
     def reduced(total: jax.Array, w: jax.Array) -> jax.Array:
-        """The sum over devices, communicated in the dtype of the weight: `jnp.sum` would communicate float32."""
         total = total.astype(w.dtype)
-        return jax.lax.reduce(total, jnp.zeros((), w.dtype), jax.lax.add, (0,)) if groups else total
+        return sum_over_shards(total) if groups else total
 
     zeros = jax.tree.map(lambda w: pinned(jnp.zeros((*groups, *w.shape), jnp.float32)), weights)
     shape = jax.eval_shape(lambda: chunks.read(inputs, jnp.int32(0))[0])

@@ -180,17 +180,19 @@ def map_dot(
     ]
     *in_specs, out_spec = (PartitionSpec(*(axes or None for axes in of_dims)) for of_dims in (*over, (summed, *kept)))
     partial_sums = map_devices(lambda a, b: dot(a, b)[None], tuple(in_specs), out_spec)
+    return lambda a, b: sum_over_shards(partial_sums(a, b))
 
-    def total(y: jax.Array) -> jax.Array:
-        return jax.lax.reduce(y, jnp.zeros((), y.dtype), jax.lax.add, (0,))
 
-    def total_on_cpu(y: jax.Array) -> jax.Array:  # as in `all_reduce`
-        return total(y.astype(jnp.float32)).astype(y.dtype)
+def sum_over_shards(parts: jax.Array) -> jax.Array:
+    """[shards, ...] -> the sum of all shards, communicated in its dtype: `jnp.sum` would communicate float32."""
 
-    def run(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jax.lax.platform_dependent(partial_sums(a, b), cpu=total_on_cpu, default=total)
+    def total(parts: jax.Array) -> jax.Array:
+        return jax.lax.reduce(parts, jnp.zeros((), parts.dtype), jax.lax.add, (0,))
 
-    return run
+    def total_on_cpu(parts: jax.Array) -> jax.Array:  # as in `all_reduce`
+        return total(parts.astype(jnp.float32)).astype(parts.dtype)
+
+    return jax.lax.platform_dependent(parts, cpu=total_on_cpu, default=total)
 
 
 def vocab_parts(over: str, axes: Axes, x: Tree) -> PartitionSpec:
