@@ -9,9 +9,9 @@ initial_weights.py  InitialWeights: how weights are created and stored
 state.py            TrainState and StateSpec: shapes and shardings of the state and of a batch
 programs.py         Program: the functions that `plan` and `train` compile
 
-With `memory.offload: optimizer`:
+With `memory.offload: optimizer` or `memory.update: during`:
 
-update_from_host.py   the update of one weight after the other, of stacks layer by layer
+update_by_layer.py    the update of one weight after the other, of stacks layer by layer
 update_vocab.py       the update of an embedding or output matrix in slices
 
 With `memory.update: during`:

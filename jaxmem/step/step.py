@@ -32,6 +32,7 @@ from jaxmem.optim.groups import Write, constrain_tree
 from jaxmem.optim.in_place import gather_in_place
 from jaxmem.quant.precision import Params
 from jaxmem.sharding.gathering import stored_axes
+from jaxmem.sharding.trees import merge
 from jaxmem.sharding.weights import apply_hooks, differentiable, with_gradients
 from jaxmem.step import nonfinite
 from jaxmem.step.gradients import accumulate, applies_hooks_by_layer, differentiate
@@ -159,9 +160,10 @@ def _update(
 
     def update(grads: Params) -> tuple[Params, Tree]:
         if on_host:
-            from jaxmem.step.update_from_host import update_from_host
+            from jaxmem.step.update_by_layer import update_singly
 
-            return update_from_host(spec, params, grads, state.opt_state, write, norm)
+            new, states = update_singly(spec, params, grads, state.opt_state, write, norm)
+            return merge(params, *new), optim.record_norm(merge(state.opt_state, *states), norm)
         # With the norm that the metrics have, XLA reads the gradients once for both; otherwise it would sum them again
         # while it clips them, and could not clip them in place.
         updates, opt_state = spec.optimizer.update(grads, state.opt_state, params, norm=norm)

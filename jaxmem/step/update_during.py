@@ -19,9 +19,8 @@ An update, in the order in which it is computed:
    (`VocabUpdate`).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -31,16 +30,15 @@ from jaxmem import optim
 from jaxmem.optim.apply import sum_of_squares
 from jaxmem.optim.groups import ParameterGroup, Write, constrain_tree
 from jaxmem.quant.precision import Params
-from jaxmem.sharding.host import fetch_from_host, send_like, take_layer
+from jaxmem.sharding.host import fetch_from_host, send_like
 from jaxmem.sharding.table import is_axes
 from jaxmem.sharding.trees import Path, merge, nest, select, single_weights, without
-from jaxmem.sharding.weights import is_quantized
 from jaxmem.stack.reverse import Visitor, merge_micro_batches
 from jaxmem.step import nonfinite
 from jaxmem.step.by_parts import ForwardByParts, MatrixGradient, PassedStack, forward_by_parts
 from jaxmem.step.objective import Batch, Sums
 from jaxmem.step.state import StateSpec, TrainState
-from jaxmem.step.update_from_host import StackUpdate
+from jaxmem.step.update_by_layer import LayerUpdate, StackUpdate, Updated, add_squares
 from jaxmem.step.update_vocab import VocabUpdate
 from jaxmem.typing import Tree
 
@@ -144,60 +142,3 @@ def _gradient_norm(
     gradients = network.backward(*network.loss_gradients(), stack_backward)
     of_matrices = [vocab_update(path).squares(gradient) for path, gradient in gradients.of_matrices.items()]
     return jnp.sqrt(sum_of_squares(gradients.of_others) + sum(gradients.of_stacks) + sum(of_matrices))
-
-
-class Updated(NamedTuple):
-    """Parameters after their update. For a stack it is the carry of the loop over the layers, some of which are updated
-    already."""
-
-    weights: Tree
-    states: list[Tree]  # of their groups
-    squares: Tree  # for each weight the sum of squares of its gradient; of a stack for each layer
-
-
-@dataclass(frozen=True)
-class LayerUpdate:
-    """Updates all weights of a layer, when the backward pass has computed their gradients."""
-
-    stacks: Sequence[StackUpdate]  # one per weight
-
-    def initial_carry(self, weights: Tree, layers: int) -> Updated:
-        """The carry before the first update, for a part of `layers` layers."""
-        zeros = jax.tree.map(lambda _: jnp.zeros(layers, jnp.float32), weights, is_leaf=is_quantized)
-        return Updated(weights, [stack.before for stack in self.stacks], zeros)
-
-    def fetch(self, carry: Updated, layer: jax.Array) -> list[Tree]:
-        """The state of one layer, copied from host memory."""
-        return [stack.read_state(state, layer) for stack, state in zip(self.stacks, carry.states, strict=True)]
-
-    def __call__(self, carry: Updated, layer: jax.Array, grads: Tree, fetched: list[Tree] | None = None) -> Updated:
-        weights, states, squares = carry
-        new_states = list[Tree]()
-        for number, (stack, state) in enumerate(zip(self.stacks, states, strict=True)):
-            axes = stack.group.axes
-            gradient = constrain_tree(select(grads, axes, is_leaf=is_axes), axes, "gradients")
-            # One weight after the other, so that the buffers of one update are freed before the next begins.
-            gradient, weights, state, new_states = jax.lax.optimization_barrier((gradient, weights, state, new_states))
-            stacked = select(weights, axes, is_leaf=is_axes)
-            layer_state = fetched[number] if fetched else stack.read_state(state, layer)
-            # Read once: a second read could come after the layer is written, and XLA would copy the stack.
-            weight = jax.lax.optimization_barrier(take_layer(stacked, layer))
-            new = stack.update(layer, gradient, layer_state, weight)
-            stacked, state = stack.put(stacked, state, layer, *new)
-            weights = merge(weights, stacked)
-            new_states = [*new_states, state]
-            sums = jax.tree.map(
-                lambda sums_of_layers, g: sums_of_layers.at[layer].set(sum_of_squares(g)),
-                select(squares, gradient),
-                gradient,
-            )
-            squares = merge(squares, sums)
-        return Updated(weights, new_states, squares)
-
-
-def add_squares(squares: jax.Array, groups: Sequence[ParameterGroup], grads: Tree) -> jax.Array:
-    """`squares` plus the sum of squares of the gradients of one layer."""
-    gradients = (
-        constrain_tree(select(grads, group.axes, is_leaf=is_axes), group.axes, "gradients") for group in groups
-    )
-    return sum(map(sum_of_squares, gradients), squares)

@@ -23,8 +23,7 @@ from jaxmem.step import nonfinite
 from jaxmem.step.objective import Batch, Sums, objective_of
 from jaxmem.step.pipeline import PipelineResult, StageArrays, StageVisit, VisitOfStage, execute, stacks_of
 from jaxmem.step.state import StateSpec, TrainState
-from jaxmem.step.update_during import LayerUpdate, Updated, add_squares
-from jaxmem.step.update_from_host import StackUpdate, update_singly
+from jaxmem.step.update_by_layer import LayerUpdate, StackUpdate, Updated, add_squares, update_singly
 from jaxmem.typing import Tree
 
 

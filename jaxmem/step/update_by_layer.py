@@ -1,23 +1,26 @@
-"""`memory.offload: optimizer`: optimizer state in host memory is copied to the device and back one layer at a time.
+"""Updates of one weight after the other, and of stacks one layer after the other and in place.
 
-With P parameters in N layers and s bytes of state per parameter, a device stores the state of two layers, 2 s P / N
-bytes, instead of s P. The host stores s P bytes, and 2 s P bytes per step are sent between host and device (Ren et al.,
-arXiv:2101.06840). Frozen weights are copied one layer ahead in each pass (`stack`), and not copied back.
+With `memory.offload: optimizer` (`update_singly`), optimizer state in host memory is copied to the device and back one
+layer at a time: a stack layer by layer (`StackUpdate.update_all`), an embedding or output matrix slice by slice
+(`VocabUpdate`). With P parameters in N layers and s bytes of state per parameter, a device stores the state of two
+layers, 2 s P / N bytes, instead of s P. The host stores s P bytes, and 2 s P bytes per step are sent between host and
+device (Ren et al., arXiv:2101.06840). Frozen weights are copied one layer ahead in each pass (`stack`), and not copied
+back.
 
-`update_singly` updates the weights one after the other: a stack layer by layer (`StackUpdate.update_all`), an embedding
-or output matrix slice by slice (`VocabUpdate`). With `memory.update: during`, the backward pass of a layer uses the
-operations of `StackUpdate`.
+With `memory.update: during`, the backward pass calls a `LayerUpdate` with the gradients of each layer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxmem.models.vocab_slices import VocabSlices
-from jaxmem.optim import record_norm
-from jaxmem.optim.groups import ParameterGroup, Write
+from jaxmem.optim.apply import sum_of_squares
+from jaxmem.optim.groups import ParameterGroup, Write, constrain_tree
 from jaxmem.quant.precision import Params
 from jaxmem.sharding.arrays import constrain, map_layers, row_major_if_gathered
 from jaxmem.sharding.gathering import stored_axes
@@ -25,19 +28,10 @@ from jaxmem.sharding.host import fetch_from_host, is_on_host, put_layer, send_li
 from jaxmem.sharding.layout import shard_count
 from jaxmem.sharding.table import Axes, Role, is_axes
 from jaxmem.sharding.trees import merge, select, single_weights
-from jaxmem.sharding.weights import Weight
+from jaxmem.sharding.weights import Weight, is_quantized
 from jaxmem.step.state import StateSpec
 from jaxmem.step.update_vocab import VocabUpdate
 from jaxmem.typing import Tree
-
-
-def update_from_host(
-    spec: StateSpec, params: Params, grads: Params, opt_state: Tree, write: Write, norm: jax.Array
-) -> tuple[Params, Tree]:
-    """Returns new parameters and optimizer state. The arguments are those of `update_singly`, with all trainable
-    parameters."""
-    new, states = update_singly(spec, params, grads, opt_state, write, norm)
-    return merge(params, *new), record_norm(merge(opt_state, *states), norm)
 
 
 def update_singly(
@@ -157,3 +151,60 @@ def _put_stacked(tree: Tree, axes: Tree, role: Role, layer: jax.Array, new: Tree
         return stacked if is_on_host(x) else constrain(stacked, *names, role=role)
 
     return jax.tree.map(put_leaf, axes, tree, new, is_leaf=is_axes)
+
+
+class Updated(NamedTuple):
+    """Parameters after their update. For a stack it is the carry of the loop over the layers, some of which are updated
+    already."""
+
+    weights: Tree
+    states: list[Tree]  # of their groups
+    squares: Tree  # for each weight the sum of squares of its gradient; of a stack for each layer
+
+
+@dataclass(frozen=True)
+class LayerUpdate:
+    """Updates all weights of a layer, when the backward pass has computed their gradients."""
+
+    stacks: Sequence[StackUpdate]  # one per weight
+
+    def initial_carry(self, weights: Tree, layers: int) -> Updated:
+        """The carry before the first update, for a part of `layers` layers."""
+        zeros = jax.tree.map(lambda _: jnp.zeros(layers, jnp.float32), weights, is_leaf=is_quantized)
+        return Updated(weights, [stack.before for stack in self.stacks], zeros)
+
+    def fetch(self, carry: Updated, layer: jax.Array) -> list[Tree]:
+        """The state of one layer, copied from host memory."""
+        return [stack.read_state(state, layer) for stack, state in zip(self.stacks, carry.states, strict=True)]
+
+    def __call__(self, carry: Updated, layer: jax.Array, grads: Tree, fetched: list[Tree] | None = None) -> Updated:
+        weights, states, squares = carry
+        new_states = list[Tree]()
+        for number, (stack, state) in enumerate(zip(self.stacks, states, strict=True)):
+            axes = stack.group.axes
+            gradient = constrain_tree(select(grads, axes, is_leaf=is_axes), axes, "gradients")
+            # One weight after the other, so that the buffers of one update are freed before the next begins.
+            gradient, weights, state, new_states = jax.lax.optimization_barrier((gradient, weights, state, new_states))
+            stacked = select(weights, axes, is_leaf=is_axes)
+            layer_state = fetched[number] if fetched else stack.read_state(state, layer)
+            # Read once: a second read could come after the layer is written, and XLA would copy the stack.
+            weight = jax.lax.optimization_barrier(take_layer(stacked, layer))
+            new = stack.update(layer, gradient, layer_state, weight)
+            stacked, state = stack.put(stacked, state, layer, *new)
+            weights = merge(weights, stacked)
+            new_states = [*new_states, state]
+            sums = jax.tree.map(
+                lambda sums_of_layers, g: sums_of_layers.at[layer].set(sum_of_squares(g)),
+                select(squares, gradient),
+                gradient,
+            )
+            squares = merge(squares, sums)
+        return Updated(weights, new_states, squares)
+
+
+def add_squares(squares: jax.Array, groups: Sequence[ParameterGroup], grads: Tree) -> jax.Array:
+    """`squares` plus the sum of squares of the gradients of one layer."""
+    gradients = (
+        constrain_tree(select(grads, group.axes, is_leaf=is_axes), group.axes, "gradients") for group in groups
+    )
+    return sum(map(sum_of_squares, gradients), squares)
