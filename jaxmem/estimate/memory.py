@@ -17,10 +17,11 @@ import numpy as np
 from jaxmem.config import Config, Decoder, Memory
 from jaxmem.config.names import is_offloaded
 from jaxmem.config.networks import pipelined_layers
+from jaxmem.estimate.categories import ROLE_OF_CATEGORY, SAVED
 from jaxmem.estimate.chunks import loss_chunk, mlp_chunk
 from jaxmem.estimate.passes import passes_in_memory, passes_of
 from jaxmem.estimate.seconds import StepTime
-from jaxmem.estimate.state import ROLE_OF_CATEGORY, SAVED, DeviceBytes, StateLeaf, StateLeaves, state_of
+from jaxmem.estimate.state import DeviceBytes, StateLeaf, StateLeaves, state_of
 from jaxmem.kernels.fused_attention import cudnn
 from jaxmem.machine.gpus import Gpu
 from jaxmem.models.mixture import MAX_LOAD_RATIO

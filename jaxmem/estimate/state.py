@@ -1,9 +1,7 @@
 """The exact bytes of the state of one device, by arithmetic: shapes are traced once and divided as they are sharded."""
 
-import dataclasses
 import functools
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,27 +11,13 @@ import numpy as np
 
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Config, Memory
+from jaxmem.estimate.categories import ROLE_OF_CATEGORY, category_of
 from jaxmem.estimate.passes import on_one_device, shape_of
-from jaxmem.optim.master import MasterState
-from jaxmem.quant import QTensor
 from jaxmem.sharding.table import Axes, Role, assign_mesh_axes, is_axes, rules_for
 from jaxmem.sharding.weights import differentiable
 from jaxmem.step.host_placement import offloaded_state, offloaded_weights
 from jaxmem.typing import AxesTree, Tree
 
-# The categories into which the memory of a device is divided.
-CATEGORIES = ("parameters", "quantization", "master", "optimizer", "gradients", "activations", "batch", "other")
-SAVED = "saved for backward"  # a kind of activations
-
-_IS_MASTER = re.compile(rf"^state\.opt_state.*\.{MasterState._fields[0]}\b")
-# The arrays of a quantized weight besides its integer codes.
-_SCALES = "|".join(f.name for f in dataclasses.fields(QTensor) if not f.metadata.get("static") and f.name != "codes")
-_IS_SCALE = re.compile(rf"^(state\.)?params\b.*\.({_SCALES})\b")
-
-# The categories of the state, and the sharding role of each.
-ROLE_OF_CATEGORY: Mapping[str, Role] = {
-    "parameters": "weights", "quantization": "weights", "master": "optimizer", "optimizer": "optimizer"
-}  # fmt: skip
 # Reasons to communicate a weight or its gradient, in this order: the weight is stored sharded, so it is gathered (zero
 # 3); the gradient is reduce-scattered (from zero 2); the gradient is all-reduced; the weight is replicated over
 # `tensor`, which shards tokens, so the gradient is all-reduced over it; the weight is updated in shards (zero 1 and 2).
@@ -175,32 +159,3 @@ class DeviceBytes:
 def bytes_on_device(tree: Tree) -> int:
     """Bytes of sharded arrays (or their shapes) on one device."""
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def category_of(path: str) -> str:
-    """The category (one of CATEGORIES) that an argument of a step belongs to, from its path in jax.
-
-    >>> [category_of(f"state.{path}") for path in ("params['w'].codes", "params['w'].scale", "opt_state.master['w']")]
-    ['parameters', 'quantization', 'master']
-    """
-    if _IS_MASTER.search(path):
-        return "master"
-    if _IS_SCALE.search(path):
-        return "quantization"
-    if is_weight(path):
-        return "parameters"
-    if is_optimizer_state(path):
-        return "optimizer"
-    return "batch" if is_batch(path) else "other"
-
-
-def is_weight(path: str) -> bool:
-    return path.startswith(("state.params", "params"))
-
-
-def is_optimizer_state(path: str) -> bool:
-    return path.startswith("state.opt_state")
-
-
-def is_batch(path: str) -> bool:
-    return path.startswith("batch")

@@ -99,7 +99,7 @@ class Attention(nnx.Module):
         cache = None
         if slot is not None:
             # XLA's partitioner shards attention to the cache; it cannot shard the kernels in PER_DEVICE.
-            implementation = None if self.execution.attention in PER_DEVICE else self.execution.attention
+            implementation = "blockwise" if self.execution.attention in PER_DEVICE else self.execution.attention
             options = {"implementation": implementation, "sinks": _sinks(self._inner)}
             mixed, cache = slot.attend(q, k, v, self.spec.options(tokens.has_window) | options)
             mixed = mixed[..., : self.spec.values]
@@ -233,7 +233,6 @@ def sharded_attention(
             return kernels.attention(q, k, v, causal=spec.causal, kv_segment_ids=ids, **options)
         from jaxmem.kernels.fused_attention.context import attention_over
 
-        options["implementation"] = execution.attention or "blockwise"
         return attention_over(over[0], execution.context_method, q, k, v, **options)
 
     arrays = q, k, v, segment_ids, tokens.has_window, sinks

@@ -31,7 +31,7 @@ class Execution:
     """Settings of the computation that do not depend on the weights."""
 
     dtype: np.dtype = np.dtype(np.float32)  # the compute dtype  # noqa: RUF009 - immutable
-    attention: str | None = None  # an implementation; None: chosen by device and shape
+    attention: str = "blockwise"  # an implementation of `kernels.attention`
     experts: str = "blockwise"  # matmuls of experts: blockwise or triton
     packed: bool = True  # a sequence may have several documents; false: one document, and padding
     max_segments: int | None = None  # largest number of segments of a packed sequence, with padding; None: unknown
@@ -44,9 +44,8 @@ class Flow(NamedTuple):
     """What a part passes to the next one."""
 
     x: Tree  # what the next part transforms
-    kept: Any = (
-        None  # what only a later part uses, e.g. the features of the other tower; stacks and matrices pass it on
-    )
+    # What only a later part uses, e.g. the features of the other tower; stacks and matrices pass it on.
+    kept: Any = None
 
 
 START = Flow(None)

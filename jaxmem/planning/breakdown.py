@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from jaxmem.estimate.state import CATEGORIES, SAVED, category_of, is_batch, is_optimizer_state, is_weight
+from jaxmem.estimate.categories import CATEGORIES, SAVED, category_of, is_batch, is_optimizer_state, is_weight
 from jaxmem.kernels.scopes import purpose_of
 from jaxmem.planning.buffers import Allocation, Lifetimes, Region, Snapshot, peak_of
 from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module, dot_flops

@@ -20,10 +20,10 @@ from jaxmem.config import Config, Memory, Save
 from jaxmem.config.devices import for_devices
 from jaxmem.config.names import IN_CHUNKS, IN_GROUPS
 from jaxmem.errors import UserError, as_yaml
+from jaxmem.estimate.categories import ROLE_OF_CATEGORY, SAVED
 from jaxmem.estimate.layers import Layer, layers_of
 from jaxmem.estimate.memory import estimate
 from jaxmem.estimate.passes import passes_in_memory, passes_of
-from jaxmem.estimate.state import ROLE_OF_CATEGORY, SAVED
 from jaxmem.machine.gpus import CPU, Gpu
 from jaxmem.planning.compile import compile_program
 from jaxmem.planning.targets import Target, target_devices, usable_memory

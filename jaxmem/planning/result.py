@@ -11,8 +11,9 @@ import jax
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Save
 from jaxmem.config.methods import RunOptions, RunSource, run_config
+from jaxmem.estimate.categories import CATEGORIES
 from jaxmem.estimate.memory import predict
-from jaxmem.estimate.state import CATEGORIES, bytes_on_device
+from jaxmem.estimate.state import bytes_on_device
 from jaxmem.machine.console import Printed
 from jaxmem.planning.breakdown import Breakdown, known_shapes
 from jaxmem.planning.budget import check_size, resolve_remat

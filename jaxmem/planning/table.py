@@ -7,7 +7,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from jaxmem.estimate.state import CATEGORIES
+from jaxmem.estimate.categories import CATEGORIES
 from jaxmem.machine.gpus import GPUS
 from jaxmem.planning.accuracy import published_range
 from jaxmem.planning.breakdown import LABELS

@@ -93,7 +93,8 @@ class ShardingTables:
 
 
 def make_rules(zero: int, indivisible: Collection[str] = (), section: Rules = DEFAULT) -> ShardingTables:
-    """The tables of a ZeRO stage: 1 shards the optimizer state over `fsdp`, 2 also gradients, 3 also weights.
+    """The tables of a ZeRO stage: 1 shards the optimizer state over `fsdp`, 2 also gradients, 3 also weights. `section`
+    says which dimension `fsdp` shards: by default `embed`, so weights without it (norms, biases) are replicated.
 
     Devices along `context` and `expert` compute with the same weights as those along `fsdp`, except for experts, so
     arrays are sharded over all of them.

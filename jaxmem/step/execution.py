@@ -64,7 +64,7 @@ class ExecutionSpec:
             raise UserError(
                 "memory.remat=auto is supported by plan and train only; use memory.remat=none, full or {save: [names]}"
             )
-        named = None if memory.attention == "auto" else memory.attention
+        named = "blockwise" if memory.attention == "auto" else memory.attention  # of a script's network
         attention = self.kernels.attention
         experts = self.kernels.experts
         return Execution(

@@ -4,10 +4,10 @@ import pytest
 
 from jaxmem.config import Config, Save, load_config
 from jaxmem.config.devices import for_devices
+from jaxmem.estimate.categories import ROLE_OF_CATEGORY
 from jaxmem.estimate.layers import Layer, layers_of
 from jaxmem.estimate.memory import estimate
 from jaxmem.estimate.passes import passes_of
-from jaxmem.estimate.state import ROLE_OF_CATEGORY
 from jaxmem.machine.gpus import GPUS
 from jaxmem.planning import budget
 from jaxmem.planning.budget import BYTES_PER_ELEMENT, PolicyCandidate, candidates, largest_that_fits, resolve_remat
