@@ -98,9 +98,10 @@ class Layout:
 
     @property
     def local_gradient_axes(self) -> tuple[str, ...]:
-        """The mesh axes that shard the batch but not gradients: devices along them accumulate the gradients of their
-        own rows, and reduce them once per update."""
-        taken = {axis for over in self.rules.gradients.values() for axis in over}
+        """The mesh axes that shard the batch, but neither gradients nor computed weights: devices along them accumulate
+        the gradients of their own rows, and reduce them once per update."""
+        tables = self.rules.gradients, self.rules.compute
+        taken = {axis for table in tables for over in table.values() for axis in over}
         return tuple(axis for axis in self.over("activations", "batch") if axis not in taken)
 
     def inside_vmap(self, vmapped: tuple[str, ...]) -> Layout:

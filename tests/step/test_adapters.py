@@ -117,6 +117,15 @@ def test_dora_begins_with_the_lengths_that_the_base_has():
     np.testing.assert_allclose(first["lora"]["magnitude"], np.linalg.norm(weight, axis=1), rtol=1e-5)
 
 
+@pytest.mark.exhaustive
+def test_the_state_of_an_adapted_embedding_and_head_is_on_the_host():
+    adapter = {"targets": ["blocks.*", "embedding", "head"]}
+    alone = Trained(adapted(adapter=adapter), updates=2)
+    away = Trained(adapted(adapter=adapter, memory={"offload": "optimizer"}), updates=2, begin=alone)
+    away.agrees_with(alone)
+    assert len(jax.tree.leaves(away.built.spec.host_state)) >= 4  # both moments of both matrices
+
+
 def test_an_unknown_target():
     with pytest.raises(UserError, match=r"blocks\.atention\.q matches no layer; did you mean"):
         _ = program(adapted(adapter={"targets": ["blocks.atention.q"]}), jax.devices()[:1]).spec.state

@@ -57,6 +57,15 @@ def test_a_kernel_of_sharded_experts_has_the_same_losses(alone):
 
 
 @pytest.mark.exhaustive
+def test_recomputed_routers_count_the_tokens_of_all_devices():
+    """In enough layers that the backward pass runs some of them again."""
+    sections = {"model": {**MODEL, "layers": 4, "experts": EXPERTS}, "batch": {"global_size": 8, "accumulate": 2}}
+    alone = Trained(config(**sections), updates=1)
+    apart = config(**sections, mesh={"replica": 2}, memory={"remat": "constant"})
+    Trained(apart, 2, updates=1, begin=alone).agrees_with(alone)
+
+
+@pytest.mark.exhaustive
 def test_losses_of_routers_weigh_tokens_alike_on_all_devices():
     """Pairs of answers of unequal lengths, whose losses are means per pair."""
     dpo = {

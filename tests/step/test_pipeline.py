@@ -43,6 +43,9 @@ def devices_of(cfg):
 RUNS = {
     "layers filled up": staged({"stage": 4}, dropout=0.2, memory={"remat": "sqrt"}),
     "gpipe": staged({"stage": 3}, dropout=0.2, schedule="gpipe", memory={"remat": "dots", "offload": "optimizer"}),
+    "activations on the host": staged(
+        {"stage": 2}, dropout=0.2, memory={"remat": {"save": ["attention_out"]}, "offload": ["attention_out"]}
+    ),
     "circular x fsdp x tensor": staged(
         {"stage": 2, "fsdp": 2, "tensor": 2}, rounds=2, dropout=0.2, schedule="circular", zero=1
     ),

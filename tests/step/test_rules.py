@@ -21,6 +21,8 @@ TABLES = {
         {"replica": 2, "fsdp": 2, "tensor": 2},
         {"memory": {"loss_chunk": 16}, "batch": {"global_size": 8}},
     ),
+    # Only the computation of logits is sharded over fsdp.
+    "logits": ({"logits": ["fsdp"], "embed": []}, {"replica": 2, "fsdp": 2, "tensor": 2}),
 }
 
 
