@@ -46,8 +46,10 @@ def test_the_layers_of_blocks_are_selected():
 
 @pytest.mark.exhaustive
 def test_patterns_select_layers():
-    cfg = config(precision=fp8(fp8_layers=["blocks.mlp.*", "head"]))
-    assert selected(cfg).keys() == {*(f"blocks.mlp.{name}" for name in MATRICES), "head"}
+    cfg = config(precision=fp8(fp8_layers=["blocks.mlp.*"]))
+    assert selected(cfg).keys() == {f"blocks.mlp.{name}" for name in MATRICES}
+    of_blocks = selected(config(precision=fp8()))
+    assert selected(config(precision=fp8(fp8_layers=["*"]))) == of_blocks  # not the output layer
     with pytest.raises(UserError, match=r"precision.fp8_layers: blocks.mpl.\* matches no linear layer; did you mean"):
         selected(config(precision=fp8(fp8_layers=["blocks.mpl.*"])))
 
@@ -60,6 +62,10 @@ def test_patterns_select_layers():
         (
             {"precision": fp8(), "model": EXPERTS, "memory": {"experts": "triton"}},
             "memory.experts=triton does not support experts in precision.fp8_layers; use memory.experts=auto",
+        ),
+        (
+            {"precision": fp8(fp8_layers=["head"])},
+            r"precision.fp8_layers: head matches only the output layer, which FP8 does not support; use .*\*blocks.\*",
         ),
     ],
 )
