@@ -47,7 +47,8 @@ def stack_call(
             micro-batch.
         x: the input of the first layer.
         inputs: an entry for each layer, stacked (keys, caches).
-        shared: what is the same for all layers (positions, document ids).
+        shared: what is the same for all layers (positions, document ids). `memory.update: during` divides arrays whose
+            first dimension is that of x into micro-batches, here and, after that of layers, in `inputs`.
         options: how the stack is stored and applied.
     """
     graphdef, state = nnx.split(blocks)

@@ -68,6 +68,11 @@ class StackCall:
         return count
 
     @property
+    def rows(self) -> int:
+        count: int = jax.tree.leaves(self.x)[0].shape[0]
+        return count
+
+    @property
     def on_host(self) -> bool:
         """Whether saved activations are offloaded to host memory."""
         return BOUNDARY in self.options.host

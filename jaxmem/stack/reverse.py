@@ -59,7 +59,8 @@ class ForwardPass:
     def backward(self, g: Tree, visitor: Visitor) -> tuple[Tree, Tree]:
         """Returns the last carry of the visitor and the gradient of the stack's input x."""
         layers = self.call.layers
-        shared = split_micro_batches(self.call.shared, self.micro)
+        rows = self.call.rows
+        shared = split_micro_batches(self.call.shared, self.micro, rows)
 
         def step(turn: jax.Array, state: tuple[Tree, ...]) -> tuple[Tree, ...]:
             carried, g, ahead, fetched = state
@@ -70,13 +71,13 @@ class ForwardPass:
             fetched = fetch_layer(stacked, layer - 1)
             saved, ahead = self.saved.read(layer, stacked, ahead)
             result = visitor.fetch(carried, layer)
-            dw, dx = self._gradients(weights, split_micro_batches(layer_input, self.micro), shared, saved, g)
+            dw, dx = self._gradients(weights, split_micro_batches(layer_input, self.micro, rows), shared, saved, g)
             # Reads happen before the visitor writes; otherwise XLA would copy the old weights.
             layer, dw, dx, result = jax.lax.optimization_barrier((layer, dw, dx, result))
             return visitor.visit(carried, layer, dw, result), dx, ahead, fetched
 
         last = fetch_layer(visitor.weights(visitor.begin), available_after(self.y, jnp.int32(layers - 1)))
-        begin = visitor.begin, split_micro_batches(g, self.micro), self.saved.begin(), last
+        begin = visitor.begin, split_micro_batches(g, self.micro, rows), self.saved.begin(), last
         carried, g, *_ = jax.lax.fori_loop(0, layers, step, begin)
         return carried, merge_micro_batches(g, self.micro)
 
@@ -198,9 +199,9 @@ class SavedResiduals:
 
 def _save_residuals(call: StackCall, proxies_of: ProxiesOf, micro: int) -> ForwardPass:
     batch = (
-        split_micro_batches(call.x, micro),
-        split_micro_batches(call.inputs, micro, 1),
-        split_micro_batches(call.shared, micro),
+        split_micro_batches(call.x, micro, call.rows),
+        split_micro_batches(call.inputs, micro, call.rows, 1),
+        split_micro_batches(call.shared, micro, call.rows),
     )
 
     def example() -> tuple[Tree, Tree, Tree, Tree]:
@@ -259,15 +260,15 @@ def merge_micro_batches(tree: Tree, micro: int) -> Tree:
     return jax.tree.map(merge, tree)
 
 
-def split_micro_batches(tree: Tree, micro: int, dim: int = 0) -> Tree:
-    """The inverse: [..., micro x rows, ...] to [micro, ..., rows, ...]; `dim` is the dimension of rows. Arrays
-    without rows are repeated."""
+def split_micro_batches(tree: Tree, micro: int, rows: int, dim: int = 0) -> Tree:
+    """The inverse: [..., micro x rows, ...] to [micro, ..., rows, ...]; `dim` is the dimension of rows. An array in
+    which it is not of size `rows`, that of all micro-batches, is the same for all rows and is repeated."""
     over = shard_count("activations", "batch")
     if micro == 1:
         return tree
 
     def split(x: jax.Array) -> jax.Array:
-        if x.ndim <= dim:  # x is the same for all rows
+        if x.shape[dim : dim + 1] != (rows,):
             return jnp.broadcast_to(x, (micro, *x.shape))
         before = x.shape[:dim]
         after = x.shape[dim + 1 :]

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from jaxmem.config.names import BOUNDARY
@@ -42,3 +43,31 @@ def test_gradients_are_those_of_jax_while_what_was_visited_is_spoilt():
     found = jax.jit(lambda *at: [visited(*at, way) for way in ways])(weights, x)
     for one in found:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), one, expected)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_micro_batches_share_arrays_without_rows(remat):
+    """A mask and scales, whose first sizes are the number of micro-batches."""
+    layers, rows, time = 3, 4, 2
+    graphdef, state = nnx.split(stacked(Affine, layers, nnx.Rngs(0)))
+    weights, x = nnx.to_pure_dict(state), jnp.arange(24.0).reshape(rows, time, 3) / 24
+    mask, of_rows = jnp.tril(jnp.ones((time, time))), jnp.arange(1.0 * rows)[:, None, None]
+    inputs = jnp.arange(1.0, layers * time + 1).reshape(layers, time), jnp.ones((layers, rows))
+
+    def mixed(block, x, layer_input, shared):
+        (of_time, scale), (mask, of_rows) = layer_input, shared
+        x = jnp.einsum("ts,rsf->rtf", mask, x * block.a + block.b) + of_rows
+        return x * of_time[:, None] * scale[:, None, None], None
+
+    def call(weights, x):
+        block = nnx.merge(graphdef, weights)
+        return stack_call(block, mixed, x, inputs, (mask, of_rows), options=StackOptions(remat))
+
+    def visit(carried, number, dw, _):
+        return jax.tree.map(lambda total, g: total.at[number].set(g), carried, dw)
+
+    expected = jax.grad(lambda *at: jnp.sum(apply_call(call(*at))[0] ** 2), (0, 1))(weights, x)
+    passed = forward(call(weights, x), micro=2)
+    zeros = jax.tree.map(jnp.zeros_like, weights)
+    found = passed.backward(2 * passed.y, Visitor(zeros, lambda _: weights, visit))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
