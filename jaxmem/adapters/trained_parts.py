@@ -51,7 +51,7 @@ def prompt(model: Decoder, *, length: int = 20, key: jax.Array | None = None) ->
     """Adds a prompt of `length` tokens to a decoder, initialized with the embeddings of random tokens. Returns the
     patterns of the trainable weights."""
     ids = jax.random.randint(jax.random.key(0) if key is None else key, (length,), 0, model.cfg.vocab, jnp.int32)
-    embeddings = take_rows(model.embedding.weight.get_value(), ids, jnp.float32)
+    embeddings = take_rows(model.embedding.weight.get_value(), ids, jnp.float32) * model.embedding_scale
     model.prompt = Prompt(embeddings, model.cfg.vocab)
     return ("prompt.*",)
 

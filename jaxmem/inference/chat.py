@@ -135,6 +135,6 @@ def decode_stream(decode: Callable[[list[int]], str], ids: Iterable[int], stops:
         certain = shown if text.endswith("\ufffd") else len(text) - pending
         yield text[shown:certain]
         shown = max(shown, certain)
-    last_text = decode(seen)[shown:]
-    if last_text and not last_text.endswith("\ufffd"):
+    last_text = decode(seen)[shown:].rstrip("\ufffd")  # without an incomplete character
+    if last_text:
         yield last_text

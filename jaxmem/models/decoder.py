@@ -308,12 +308,16 @@ class Decoder(Network):
     def _after_lookup(self, tokens: Ids, x: Features) -> Features:
         """The input of the first layer, from the embeddings of tokens."""
         dtype = self.execution.dtype
-        if self.cfg.scale_embeddings:
-            # The scale is rounded to the compute dtype, as in transformers.
-            x = x * jnp.asarray(self.cfg.embed**0.5, dtype)
+        # The scale is rounded to the compute dtype, as in transformers.
+        x = x * jnp.asarray(self.embedding_scale, dtype) if self.cfg.scale_embeddings else x
         if self.prompt is None:
             return x
         return constrain(self.prompt(tokens, x, dtype), "batch", "stream", "embed")
+
+    @property
+    def embedding_scale(self) -> float:
+        """The factor of the embeddings of tokens, but not of a prompt."""
+        return self.cfg.embed**0.5 if self.cfg.scale_embeddings else 1.0
 
     @property
     def _has_window(self) -> Bool[Array, "layers"] | None:

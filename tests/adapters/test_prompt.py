@@ -11,7 +11,7 @@ from jaxmem import adapters
 from jaxmem.errors import UserError
 from jaxmem.inference.generate import Conversation, Generator
 from jaxmem.step.programs import program
-from tests.step.conftest import Trained, config
+from tests.step.conftest import SMALL, Trained, config
 
 SECTIONS = {
     "adapter": {"kind": "prompt", "virtual_tokens": 4},
@@ -67,3 +67,18 @@ def test_a_prompt_is_read_before_every_text(alone):
 def test_merging_a_prompt_is_an_error(alone):
     with pytest.raises(UserError, match=r"merge does not support adapter\.kind=prompt"):
         adapters.merge(nnx.merge(alone.built.model.graphdef, alone.state.params))
+
+
+GEMMA = {
+    "vocab": 264, "tie_embeddings": True, "norms": "both", "norm_offset": True, "activation": "gelu_tanh",
+    "scale_embeddings": True, "window": 8, "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+
+
+def test_a_prompt_of_gemma_begins_with_scaled_embeddings():
+    """As PEFT has it: the embedding layer of transformers scales, and a prompt is put after it."""
+    cfg = config(**SECTIONS, model={"preset": "tiny", **SMALL, **GEMMA})
+    params = program(cfg, jax.devices()[:1]).initialise().params
+    embeddings = params["embedding"]["weight"] * SMALL["embed"] ** 0.5
+    for row in params["prompt"]["weight"]:
+        assert np.isclose(embeddings, row, rtol=1e-6).all(axis=1).any()

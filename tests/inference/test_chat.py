@@ -96,6 +96,7 @@ def test_pieces_end_before_a_stop_and_never_show_a_part_of_it() -> None:
     assert "".join(said) == "ab<en"
     assert said[:3] == ["a", "b", ""]
     assert "".join(decode_stream(spell, b"no stop<e", ["<end>"])) == "no stop<e"
+    assert "".join(decode_stream(spell, b"no stop<e\xc3", ["<end>"])) == "no stop<e"  # half of a character at the end
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
