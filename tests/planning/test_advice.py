@@ -113,7 +113,7 @@ def test_recomputation_by_xla_and_what_it_costs() -> None:
     built = program(config(memory={"remat": "dots"}), jax.devices()[:1])
     plan = {"program": built, "unlimited": enough, "limit": 400 * MIB}
     assert found(advice._recomputed_by_xla, compiled_step=enough, **plan) == []
-    assert found(advice._recomputed_by_xla, compiled_step=short, **plan | {"unlimited": short}) == [], "it costs nothing"
+    assert found(advice._recomputed_by_xla, compiled_step=short, **plan | {"unlimited": short}) == [], "no cost"
     assert found(advice._recomputed_by_xla, compiled_step=short, **plan | {"limit": 1000}) == [], "nothing would fit"
     (warned,) = found(advice._recomputed_by_xla, compiled_step=short, **plan)
     assert warned.kind == "recomputed by XLA"
