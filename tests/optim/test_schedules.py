@@ -40,5 +40,12 @@ def test_the_peak_is_the_rate_of_one_update_and_the_end_that_of_the_last():
     assert (values[2], values[-1]) == pytest.approx((PEAK, END))
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_the_rate_is_never_negative(schedule):
+    for steps in (10, 320, 1000):
+        cfg = Optimizer(learning_rate=PEAK, schedule=schedule, warmup=1, min_lr_ratio=0.0)
+        assert 0.0 <= float(optim.learning_rate_schedule(cfg, steps)(steps - 1)) < 1e-8
+
+
 def test_a_constant_rate():
     assert rates(schedule="constant", warmup=2) == pytest.approx([PEAK / 2] + [PEAK] * 9)
