@@ -70,4 +70,4 @@ def learning_rate_schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
     rate = optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), decay], [warmup])
     return with_promotion(
         lambda count: jnp.maximum(rate(count + 1), 0.0)
-    )  # the cosine ends at a rounding error below 0
+    )  # rounding may end below 0
