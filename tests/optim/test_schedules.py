@@ -1,6 +1,5 @@
 """The learning rate of each update is that of optax's schedules, with updates counted from 1."""
 
-import jax
 import optax
 import pytest
 
@@ -41,12 +40,10 @@ def test_the_peak_is_the_rate_of_one_update_and_the_end_that_of_the_last():
     assert (values[2], values[-1]) == pytest.approx((PEAK, END))
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear"])
-def test_the_rate_is_never_negative(schedule):
-    for steps in (10, 320, 1000):
-        cfg = Optimizer(learning_rate=PEAK, schedule=schedule, warmup=1, min_lr_ratio=0.0)
-        rate = jax.jit(optim.learning_rate_schedule(cfg, steps))
-        assert 0.0 <= float(rate(steps - 1)) < 1e-8
+def test_the_rate_is_never_negative(monkeypatch):
+    """With fused multiply-add the last rate of optax's linear schedule to 0 is -7e-11."""
+    monkeypatch.setattr(optax, "linear_schedule", lambda *_: lambda _: -7e-11)
+    assert set(rates(schedule="linear")) == {0.0}
 
 
 def test_a_constant_rate():
