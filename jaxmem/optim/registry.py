@@ -68,6 +68,4 @@ def learning_rate_schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
         "constant": lambda: optax.constant_schedule(peak),
     }[cfg.schedule]()
     rate = optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), decay], [warmup])
-    return with_promotion(
-        lambda count: jnp.maximum(rate(count + 1), 0.0)
-    )  # rounding may end below 0
+    return with_promotion(lambda count: jnp.maximum(rate(count + 1), 0.0))  # rounding may end below 0
