@@ -32,7 +32,7 @@ from jaxmem.distributed.agree import DelayedMax, any_process, gather, serialized
 from jaxmem.distributed.join import failing_together
 from jaxmem.errors import UserError
 from jaxmem.machine.devices import cache_compiled_programs, peak_flops
-from jaxmem.machine.terminal import say
+from jaxmem.machine.terminal import say, say_text
 from jaxmem.step.programs import Program, program
 from jaxmem.step.state import TrainState
 from jaxmem.training import lines
@@ -223,7 +223,7 @@ def _finished(built: Program, directory: Path, path: epath.Path, fingerprint: st
     if newest is None or newest.step < built.cfg.steps:
         return None
     if jax.process_index() == 0:
-        say(lines.finished_line(built, config, newest.step, directory))
+        say_text(lines.finished_line(built, config, newest.step, directory))
     metrics, held_out = _recorded(directory, newest.step)
     return Result(directory, newest.step, metrics, held_out, newest.read_state, built)
 
