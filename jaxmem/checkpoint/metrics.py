@@ -1,10 +1,17 @@
 """The rows of `metrics.jsonl` of a run, which may have been damaged or edited since they were logged."""
 
 import json
+from pathlib import Path
 
 from jaxmem.typing import JsonDict
 
 MAX_METRIC = 1e300  # beyond it a value is damaged, or cannot be plotted
+
+
+def read_rows(file: Path) -> list[JsonDict]:
+    """The rows of a file; none if it does not exist."""
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
+    return [row for line in lines if (row := parse_row(line)) is not None]
 
 
 def parse_row(line: str) -> JsonDict | None:

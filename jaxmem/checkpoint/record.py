@@ -91,7 +91,10 @@ def check_leaves(checkpoint: epath.Path, saved: JsonView, expected: JsonView) ->
             wrong.append(f"{name} is {there} in the checkpoint and {here} in this run")
     if wrong:
         other = f"checkpoint {checkpoint} is from another model or optimizer"
-        raise UserError(f"{other}: {abridge(wrong, 3, '; ')}; use the config with which it was saved")
+        raise UserError(
+            f"{other}: {abridge(wrong, 3, '; ')}; use the config with which it was saved, and in a script"
+            " the same arguments (model, layers, axes, optimizer)"
+        )
 
 
 Sums = tuple[UInt32[Array, ""], UInt32[Array, ""]]

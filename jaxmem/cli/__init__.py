@@ -17,7 +17,7 @@ from jaxmem.cli import inference, info, planning, training
 from jaxmem.errors import UserError, escaped, one_of
 from jaxmem.machine.devices import collect_garbage_rarely
 from jaxmem.machine.files import as_user_error
-from jaxmem.machine.terminal import say
+from jaxmem.machine.terminal import say, say_text
 
 app = typer.Typer(
     help="Train and fine-tune large models with little memory, and plan memory use before a run.",
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
         error = as_user_error(raised)
         if not isinstance(error, UserError | typer.TyperException):
             raise
-        say(f"error: {_message(error, arguments)}", file=sys.stderr)
+        say_text(f"error: {_message(error, arguments)}", file=sys.stderr)
         sys.exit(error.exit_code)
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -74,6 +74,7 @@ def chat(
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     model = TextGenerator(run, sampling, tokens=tokens, stops=stop or (), overrides=overrides or ())
+    model.check_template()  # before the first message is typed
     first = [{"role": "system", "content": system}] if system else []
     messages = list(first)
     while (line := _read_line()) is not None:

@@ -18,7 +18,7 @@ from jaxmem.cli import options
 from jaxmem.cli.start import only_json, show, take_devices
 from jaxmem.errors import UserError
 from jaxmem.machine import devices
-from jaxmem.machine.terminal import say
+from jaxmem.machine.terminal import say, say_text
 from jaxmem.typing import JsonDict
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def plan(
     else:
         show(planned.table())
     if write:
-        _progress(f"wrote {write}" + (f"; next: {_train_command(write, cfg)}" if planned.fits else ""))
+        say(f"wrote {write}" + (f"; next: {_train_command(write, cfg)}" if planned.fits else ""), file=sys.stderr)
     if planned.target.gpu and not devices.has_nvidia_gpu():
         _note_once(
             "note: other jax scripts in this environment print a traceback (cuDNN not found) and continue on the CPU;"
@@ -151,7 +151,7 @@ def fit(
     if result.best and write:
         of_method = f", method {result.best.name}" if isinstance(result, comparison.Comparison) else ""
         best = result.best.candidate if isinstance(result, comparison.Comparison) else result.best
-        _progress(f"wrote {write}{of_method}; next: {_train_command(write, best.cfg)}")
+        say(f"wrote {write}{of_method}; next: {_train_command(write, best.cfg)}", file=sys.stderr)
     raise typer.Exit(0 if result.best else 3)
 
 
@@ -196,7 +196,8 @@ def _suggest(planned: Plan, command: list[str], method: str | None) -> None:
     _progress(f"searching for configs that fit, at most {nearest.MAX_SECONDS:.0f} s (--no-check: not at all) ...")
     has_any = False
     for near in nearest.nearest_fitting(planned, nearest.Limit()):
-        _progress(f"{near}\n{near.command(command, method)}")
+        _progress(str(near))
+        say(near.command(command, method), file=sys.stderr)
         has_any = True
     if not has_any:
         _progress("no similar config that fits was found; `jaxmem fit` searches among more configs")
@@ -232,4 +233,4 @@ def _status() -> Iterator[Callable[[str], None]]:
 
 
 def _progress(line: str) -> None:
-    say(line, file=sys.stderr)
+    say_text(line, file=sys.stderr)

@@ -14,6 +14,9 @@ from jaxmem.typing import JsonView
 
 _NAMES = read_table("other_names")
 ELSEWHERE = {name: setting for setting, names in _NAMES["elsewhere"].items() for name in names}
+UNNEEDED = {name: reason for reason, names in _NAMES["unneeded"].items() for name in names}
+VALUES: dict[str, list[str]] = _NAMES["values"]  # names that other tools have for a value
+SELECTORS = ("name", "kind")  # keys whose value is often written in place of their section
 HINTS: dict[str, str] = _NAMES["missing"]  # what to do if a required key is missing
 Key = tuple[int | str, ...]
 
@@ -67,9 +70,16 @@ def _line(key: Key, errors: Sequence[ErrorDetails], raw: JsonView) -> str:
     if kind == "union_tag_invalid":
         name += ".family"
     words = [word for error in errors for word in literals(error)]
-    close = difflib.get_close_matches(str(value).lower(), words, n=1)
-    hint = f"; did you mean {close[0]}?" if close else f"; {HINTS[name]}" if name in HINTS and name != "name" else ""
+    known = [word for word in words if str(value).lower() in VALUES.get(word, ())]
+    close = known or difflib.get_close_matches(str(value).lower(), words, n=1)
+    selector = [key for key in _keys(Config, ()) if key[:-1] == (name,) and key[-1] in SELECTORS]
     shown = as_yaml(value)
+    if close:
+        hint = f"; did you mean {close[0]}?"
+    elif selector and isinstance(value, str):
+        hint = f"; use {_dotted(selector[0])}={shown}"
+    else:
+        hint = f"; {HINTS[name]}" if name in HINTS and name != "name" else ""
     return f"{name or 'config'}={shown if len(shown) <= 60 else shown[:57] + '...'} must be {must_be(errors)}{hint}"
 
 
@@ -81,8 +91,11 @@ def _dotted(key: Key) -> str:
 def _nearest_key(section: Key, name: str) -> str:
     """A hint for an unknown key: the key that has this name in other tools, a similar name in the same section, or the
     same name in another section."""
-    if name in ELSEWHERE:
-        return f"; use {ELSEWHERE[name]}"
+    for given in (_dotted((*section, name)), name):
+        if given in ELSEWHERE:
+            return f"; use {ELSEWHERE[given]}"
+        if given in UNNEEDED:
+            return f"; remove it: {UNNEEDED[given]}"
     path = [part for part in section if isinstance(part, str)]
     keys = list(_keys(Config, ()))
     known = {key[-1]: _dotted((*section, key[-1])) for key in keys if [*key[:-1]] == path}

@@ -189,6 +189,8 @@ def _read(path: Path) -> JsonDict:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"{path}: cannot be read: {reason}") from None
+    if path.suffix == ".toml":
+        raise UserError(f"{path}: a config is a YAML file, not TOML; write `key: value` lines, see configs/demo.yaml")
     raw = _parse(text, str(path))
     if raw is None:
         raise UserError(f"{path} is empty; write `key: value` lines, see configs/demo.yaml")

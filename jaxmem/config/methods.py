@@ -18,7 +18,7 @@ from jaxmem.config.load import config_of, load_config, read_config
 from jaxmem.config.optimizers import Optimizer
 from jaxmem.config.presets import preset_of, refuse_preset
 from jaxmem.config.sections import Config
-from jaxmem.config.user import Parts, UserBatches, UserObjects
+from jaxmem.config.user import Parts, UserBatches, UserObjects, check_parts
 from jaxmem.errors import UserError, nearest
 from jaxmem.typing import JsonDict, JsonView
 
@@ -219,6 +219,7 @@ def _apply(name: str, raw: JsonDict) -> None:
 
 def user_objects(parts: Parts) -> UserObjects:
     """The parts as the attribute `user` of a config."""
+    check_parts(parts)
     for first, second in (("model", "network"), ("loss", "loss_with_keys")):
         if parts.get(first) is not None and parts.get(second) is not None:
             raise UserError(f"the arguments {first} and {second} exclude each other; pass one of them")

@@ -9,9 +9,10 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import FunctionType
 from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
-from jaxmem.errors import UserError
+from jaxmem.errors import UserError, nearest
 from jaxmem.typing import JsonDict, JsonView
 
 if TYPE_CHECKING:  # importing the config imports no jax
@@ -54,6 +55,59 @@ class Parts(ModelParts, total=False):
     data: UserData | None
     held_out: UserData | None
     optimizer: optax.GradientTransformation | None
+
+
+def check_parts(parts: Mapping[str, object]) -> None:
+    """Refuses unknown arguments, and arguments of another kind than `Parts` describes."""
+    for name, part in parts.items():
+        if name not in Parts.__annotations__:
+            raise UserError(f"unknown argument {name}{nearest(name, Parts.__annotations__)}")
+        if part is None or name in ("data", "held_out"):  # which UserBatches checks
+            continue
+        is_valid, expected = _KINDS[name]
+        if not is_valid(part):
+            raise UserError(f"the argument {name} must be {expected}, not {_described(part)}")
+
+
+def _described(part: object) -> str:
+    if isinstance(part, str):
+        return f"the text {part}"
+    if isinstance(part, FunctionType):
+        return f"the function {part.__name__}"
+    return f"an instance of {type(part).__name__}"
+
+
+def _builds_modules(part: object) -> bool:
+    from flax import linen, nnx
+
+    return callable(part) and not isinstance(part, nnx.Module | linen.Module)
+
+
+def _is_transformation(part: object) -> bool:
+    return hasattr(part, "init") and hasattr(part, "update")
+
+
+def _are_axes(part: object) -> bool:
+    """Whether the part is a mapping of patterns to tuples."""
+    return isinstance(part, Mapping) and all(isinstance(axes, tuple | list) for axes in part.values())
+
+
+def _are_names(part: object) -> bool:
+    return isinstance(part, str) or (isinstance(part, Sequence) and all(isinstance(name, str) for name in part))
+
+
+_KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "model": (_builds_modules, "a function of rngs that returns a Flax NNX module, such as the class of the module"),
+    "network": (_builds_modules, "a function of (rngs, execution) that returns a module of jaxmem's layers"),
+    "axes": (_are_axes, "a dict such as {'*.up.kernel': ('embed', 'mlp')}"),
+    "layers": (_are_names, "the name of a list of blocks, or a list of names"),
+    "loss": (callable, "a function loss(model, batch)"),
+    "loss_with_keys": (callable, "a function loss(model, batch, keys)"),
+    "optimizer": (
+        _is_transformation,
+        "an optax transformation such as optax.adamw(1e-3), or optimizer.name in the config",
+    ),
+}
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, like functions: traces of a config are cached
@@ -121,7 +175,8 @@ class UserBatches:
 
         arrays = {name: np.asarray(value) for name, value in batch.items()}
         for name, array in arrays.items():
-            if array.dtype == object or not array.ndim:
-                given = "a scalar" if array.dtype != object else "an array of objects"
-                raise UserError(f"{self.argument}: batch[{name!r}] must be an array of shape [rows, ...], not {given}")
+            if array.dtype.kind in "OSU" or not array.ndim:
+                given = {"O": "an array of objects", "S": "text", "U": "text"}.get(array.dtype.kind, "a scalar")
+                expected = "an array of numbers of shape [rows, ...]"
+                raise UserError(f"{self.argument}: batch[{name!r}] must be {expected}, not {given}")
         return arrays

@@ -97,6 +97,8 @@ class Corpus:
 
             return held_out_records(self.sources, data.held_out)
         counts = [len(source) for source in self.sources]
+        if min(counts) < 2:
+            self.check()  # a file with a single record is often one of another form
         weights = [source.weight for source in self._sections]
         if split == "held_out":
             return record_order.held_out_order(counts, weights, held_out=data.held_out)

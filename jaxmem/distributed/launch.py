@@ -25,6 +25,7 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signa
 GRACE_SECONDS = 3.0  # seconds in which the other processes may end by themselves after one has failed
 TERM_TIMEOUT = 2.0  # seconds from SIGTERM to SIGKILL, after which a frozen process ends too
 MAX_LINE = 1 << 26  # longest line of output in bytes
+CONNECTED = "[Gloo] Rank "  # a line that gloo prints in each process for each group of processes; it is not forwarded
 _LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
@@ -169,7 +170,7 @@ async def _copy(source: asyncio.StreamReader | None, target: TextIO, prefix: str
             text = (await source.readline()).decode(errors="replace")
         except ValueError:  # `readline` has dropped it
             text = "(a line that is too long)"
-        if text:
+        if text and not text.startswith(CONNECTED):
             _write(target, prefix + text + ("" if text.endswith("\n") else "\n"))
 
 

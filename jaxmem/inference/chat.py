@@ -42,6 +42,10 @@ class TextGenerator:
         self._stops = tuple(stop for stop in stops if stop)
         self.is_cut = False  # whether the last answer ended only because it had `tokens` tokens
 
+    def check_template(self) -> None:
+        """Refuses a model without a valid chat template."""
+        template_for(self._tokenizer, self._template_file)
+
     def complete(self, prompt: str) -> Iterator[str]:
         """The continuation of a text, token by token."""
         steps = self._generate([self._encode(prompt)], self._tokens, self._tokenizer.ends)

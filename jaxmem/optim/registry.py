@@ -15,6 +15,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 
 from jaxmem import config
@@ -54,8 +55,9 @@ def learning_rate_schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
     """The learning rate of each update, a function of the number of earlier updates.
 
     It increases linearly to the peak at update `warmup` (without warmup at the first), then decays to `min_lr_ratio` of
-    the peak at the last update. With `n` counted from 1 it is `optax.warmup_cosine_decay_schedule(0, peak, warmup,
-    steps, end)(n)`; so no update has the rate zero.
+    the peak at the last update, which has the rate 0 if `min_lr_ratio` is 0. With `n` counted from 1 and `warmup` at
+    least 1 the cosine is `optax.warmup_cosine_decay_schedule(0, peak, warmup, steps, end)(n)`, so the rate of the first
+    update is above 0.
     """
     peak = cfg.learning_rate
     warmup = max(cfg.warmup, 1)
@@ -66,4 +68,4 @@ def learning_rate_schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
         "constant": lambda: optax.constant_schedule(peak),
     }[cfg.schedule]()
     rate = optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), decay], [warmup])
-    return with_promotion(lambda count: rate(count + 1))
+    return with_promotion(lambda count: jnp.maximum(rate(count + 1), 0.0))  # rounding may end below 0

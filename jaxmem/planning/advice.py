@@ -20,19 +20,20 @@ from jaxmem.errors import UserError, as_yaml
 from jaxmem.estimate.chunks import loss_chunk
 from jaxmem.estimate.state import bytes_on_device
 from jaxmem.models.fp8 import SCOPE
-from jaxmem.planning.breakdown import ALL_SCORES, COPIES, GATHERED, LOGITS, STATE_COPIES, UPDATES, sorted_dims
+from jaxmem.planning.breakdown import ALL_SCORES, COPIES, GATHERED, LOGITS, STATE_COPIES, UPDATES, stacked_dims
 from jaxmem.planning.communication import collective
 from jaxmem.planning.estimated import estimated
 from jaxmem.planning.hlo import dot_flops, recomputed_values, total_flops
-from jaxmem.planning.result import Plan, PlanWarning
+from jaxmem.planning.result import Plan, PlanWarning, state_bytes
 from jaxmem.planning.targets import Target, usable_memory
-from jaxmem.planning.units import format_bytes, format_seconds
+from jaxmem.planning.units import format_bytes
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding.table import is_axes
 from jaxmem.step.programs import Program
 
 LARGE_SHARE = 0.2  # of the total bytes
 NOTABLE_SHARE = 0.01
+MIN_UNSHARDED = 2**24  # bytes of an unsharded array that a warning names; in smaller ones, sizes coincide often
 # Settings that take time to save memory, and the nearest value that takes less.
 FASTER = {
     "optimizer.clip_by": "previous", "memory.remat": "full", "memory.offload": "none", "precision.compute": "bfloat16",
@@ -100,11 +101,14 @@ def _smaller_micro_batch(built: Program) -> str:
 
 def _recomputed_by_xla(plan: Plan) -> Iterator[PlanWarning]:
     step = plan.compiled_step
-    if not (count := recomputed_values(step.module)):
+    count = recomputed_values(step.module)
+    if not count or state_bytes(plan.program) > plan.limit:  # which recomputation cannot cure
         return
     text = f"to stay below the memory limit, XLA recomputes {count} values that memory.remat saves"
     if plan.unlimited is not None:
         flops = total_flops(step.module) - total_flops(plan.unlimited.module)
+        if flops <= 0:
+            return
         saved = plan.unlimited.total - step.total
         memory = f"{format_bytes(abs(saved))} {'less' if saved >= 0 else 'more'} memory"
         text += f": {flops:.3g} more FLOPs per step and {memory} than without a limit"
@@ -114,11 +118,17 @@ def _recomputed_by_xla(plan: Plan) -> Iterator[PlanWarning]:
 
 def _unsharded(plan: Plan) -> Iterator[PlanWarning]:
     known = plan.breakdown.known
+    share = plan.program.share
+    of_activations = share.complete_rows, share.row_length
     for buffer in plan.breakdown.buffers:
-        dims = sorted_dims(buffer.shape.dims)
+        if buffer.size < max(MIN_UNSHARDED, NOTABLE_SHARE * plan.bytes_per_device["total"]):
+            continue
+        dims = stacked_dims(buffer.shape.dims)
         is_weight = buffer.kind == GATHERED and dims in known.full_weights
         is_gradient = buffer.category == "gradients" and buffer.kind != UPDATES and dims in known.full_gradients
-        if (is_weight or is_gradient) and buffer.size > NOTABLE_SHARE * plan.bytes_per_device["total"]:
+        if buffer.by_shape and buffer.shape.dims[:2] == of_activations:
+            continue
+        if is_weight or is_gradient:
             what = "gradient" if is_gradient else "weight"
             text = (
                 f"all layers of a sharded {what} are on each device at once: {buffer.what}, {format_bytes(buffer.size)}"
@@ -325,7 +335,7 @@ def slow_settings(cfg: Config, target: Target, keys: Iterable[str] = FASTER) -> 
         if used.seconds and other.seconds and used.seconds > MIN_SLOWDOWN * other.seconds:
             text = (
                 f"{key}={as_yaml(value_of(cfg, key))} makes a step {used.seconds / other.seconds:.1f} times as long as"
-                f" {key}={value}: {format_seconds(used.seconds)} instead of {format_seconds(other.seconds)} (estimated)"
+                f" {key}={value} (estimated)"
             )
             saved = other.total - used.total
             if saved > NOTABLE_SHARE * used.total:

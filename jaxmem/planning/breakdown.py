@@ -49,7 +49,8 @@ class KnownShapes:
     stored: frozenset[Dims]  # weights as they are stored, layers stacked
     gradients: frozenset[Dims]  # all shapes of gradients: sharded or gathered, of one layer or stacked
     stacked_sizes: frozenset[int]  # numbers of elements of stacked gradients, for buffers that XLA reshaped
-    full_weights: frozenset[Dims]  # all layers of a sharded weight, gathered; without shapes of sharded arrays
+    # `stacked_dims` of all layers of a sharded weight, gathered; without those of sharded arrays.
+    full_weights: frozenset[Dims]
     full_gradients: frozenset[Dims]
     layers: int | None = None  # number of layers of a stack on one device
 
@@ -353,6 +354,17 @@ def sorted_dims(dims: Iterable[int]) -> Dims:
     return tuple(sorted(d for d in dims if d != 1))
 
 
+def stacked_dims(dims: Iterable[int]) -> Dims:
+    """The dimensions of the weights of all layers, of which the first is the layers: the same for all transposes of a
+    layer.
+
+    >>> stacked_dims((32, 1, 4096, 512))
+    (32, 512, 4096)
+    """
+    sizes = [d for d in dims if d != 1]
+    return (*sizes[:1], *sorted(sizes[1:]))
+
+
 def known_shapes(built: Program) -> KnownShapes:
     """The shapes of a program's weights and gradients, from its layout."""
     shapes_by_kind: dict[str, set[Any]] = defaultdict(set)
@@ -375,11 +387,11 @@ def known_shapes(built: Program) -> KnownShapes:
         if not is_stacked:
             return
         shapes_by_kind["layers"].add(stored[0])
-        shapes_by_kind["sharded"].update(sorted_dims(dims) for dims in (stored, split) if dims != used)
-        shapes_by_kind["full_weights"].update({sorted_dims(used)} if used != stored else ())
+        shapes_by_kind["sharded"].update(stacked_dims(dims) for dims in (stored, split) if dims != used)
+        shapes_by_kind["full_weights"].update({stacked_dims(used)} if used != stored else ())
         if has_gradient:
             shapes_by_kind["stacked_sizes"].add(math.prod(split))
-            shapes_by_kind["full_gradients"].update({sorted_dims(used)} if used != split else ())
+            shapes_by_kind["full_gradients"].update({stacked_dims(used)} if used != split else ())
 
     jax.tree.map(add, built.model.axes, params, built.model.select(params), is_leaf=is_axes)
     return KnownShapes(

@@ -120,8 +120,7 @@ class Plan(Printed):
     @cached_property
     def phases(self) -> dict[str, int]:
         """Bytes of a device in each phase that the run has, state included."""
-        spec = self.program.spec
-        state = bytes_on_device(spec.state) - bytes_on_device(spec.host_state)
+        state = state_bytes(self.program)
         evaluates = self.program.cfg.train.evaluate_every
         return {
             "initialise": self._bytes_of("initialise"),
@@ -249,6 +248,11 @@ class Plan(Printed):
         return PlanTable(self)
 
 
+def state_bytes(built: Program) -> int:
+    """Bytes of weights and optimizer state on a device."""
+    return bytes_on_device(built.spec.state) - bytes_on_device(built.spec.host_state)
+
+
 def evaluate_bytes(built: Program, program_bytes: int) -> int:
     """Bytes of a device while it evaluates: those of the program, and the optimizer state, which stays there."""
     spec = built.spec
@@ -306,7 +310,7 @@ def plan(
         step, others = compile_all(built.lower_step(), built.lower_others(), here=aim.is_here)
         check_stages(step.module, cfg.mesh.stage)
     unlimited = None
-    if recomputed_values(step.module) and not aim.is_here:
+    if recomputed_values(step.module) and not aim.is_here and state_bytes(built) <= limit:
         progress("compiling the step without a memory limit, at which XLA recomputes values ...")
         with replicated_arrays():  # filters XLA's log
             free = program(cfg, target_devices(aim, 1000 * limit))

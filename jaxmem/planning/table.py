@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from jaxmem.estimate.categories import CATEGORIES
+from jaxmem.machine.console import Printed
 from jaxmem.machine.gpus import GPUS
 from jaxmem.planning.accuracy import published_range
 from jaxmem.planning.breakdown import LABELS
@@ -36,8 +38,11 @@ class TargetList:
 
 
 @dataclass
-class PlanTable:
+class PlanTable(Printed):
     plan: Plan
+
+    def table(self) -> Self:
+        return self
 
     def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         plan = self.plan

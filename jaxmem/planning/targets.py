@@ -77,6 +77,11 @@ def parse_target(text: str) -> Target:
         return Target(text, None, size, size, share, share)
     gpu = _from_file(Path(name)) if name.endswith((".yaml", ".yml")) else GPUS.get(name)
     if gpu is None:
+        count_first = re.fullmatch(r"(\d+)x(.+)", text)
+        if count_first and count_first[2] in GPUS:
+            raise UserError(
+                f"target {text}: the number of GPUs is last; did you mean {count_first[2]}:{count_first[1]}?"
+            )
         raise UserError(f"target {text}: unknown device {name}{nearest(name, [*GPUS, 'cpu'])}")
     per_host = size if match[1] else min(size, PER_HOST)
     count = hosts * size

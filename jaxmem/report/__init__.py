@@ -7,7 +7,7 @@ Nothing is compiled and no device is used.
 import json
 from pathlib import Path
 
-from jaxmem.checkpoint.metrics import parse_row
+from jaxmem.checkpoint.metrics import read_rows
 from jaxmem.config.load import load_config
 from jaxmem.errors import UserError
 from jaxmem.machine.files import write_file
@@ -33,9 +33,7 @@ def report_run(run: str | Path, path: str | Path | None = None, png: str | Path 
     run = Path(run)
     plan, memory = (_read(run, name) for name in ("plan.json", "memory.json"))
     config = run / "config.yaml"
-    metrics = run / "metrics.jsonl"
-    lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.is_file() else []
-    rows = [row for line in lines if (row := parse_row(line)) is not None]
+    rows = read_rows(run / "metrics.jsonl")
     target = run / "report.html" if path is None else Path(path)
     record = RunRecord(load_config(config).steps, rows, config.read_text(encoding="utf-8"))
     try:

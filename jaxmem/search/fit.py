@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -120,7 +120,9 @@ class Fit(Printed):
 
     def table(self) -> Any:
         """A table for a terminal."""
-        from rich.console import Group
+        return self
+
+    def __rich_console__(self, *_: Any) -> Iterator[Any]:
         from rich.table import Table
         from rich.text import Text
 
@@ -146,7 +148,8 @@ class Fit(Printed):
             smallest = f"smallest found: {format_bytes(self.smallest.total)} with {self.smallest.description}"
             parts += [Text("nothing fits", style="red"), Text(smallest)]
         if self.other_methods:
-            return Group(*parts, self.other_methods.table())
+            yield from (*parts, self.other_methods)
+            return
         others = [candidate for candidate in self.ranked if candidate.cost and candidate not in self.front]
         others = others[:OTHER_ROWS]
         if others:
@@ -156,7 +159,7 @@ class Fit(Printed):
             parts.append(Text(f"times are estimates: {compared} than planned"))
         if self.best:
             parts.append(Text("next: add --write run.yaml to this command, then jaxmem train run.yaml"))
-        return Group(*parts)
+        yield from parts
 
 
 def fit(

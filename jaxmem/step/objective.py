@@ -98,7 +98,10 @@ def _sums_of_user(user: UserObjects, network: Any, batch: Batch, keys: jax.Array
 
     loss_function = user.loss_with_keys or user.loss
     if loss_function is None:
-        raise UserError("objective.name=own requires the argument loss: jaxmem.train(cfg, loss=...)")
+        raise UserError(
+            "objective.name=own is the loss of a script; pass the argument loss to jaxmem.train(cfg, ...) or"
+            " jaxmem.evaluate(run, data, ...), or set another objective.name"
+        )
     mask = batch["mask"]
     rows = jnp.float32(mask.shape[0])
     if user.data is None:  # a row without a target is padding

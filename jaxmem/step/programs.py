@@ -265,7 +265,8 @@ def program(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Program
 
     if cfg.model.family == "own" and not cfg.user.has_model:
         raise UserError(
-            f"{cfg.name}: model.family=own needs a model from Python; use a script with jaxmem.train(cfg, model=...)"
+            f"{cfg.name}: model.family=own is the model of a script; pass the arguments model (or network), loss,"
+            " layers and axes of its training to jaxmem.train(cfg, ...) or jaxmem.evaluate(run, data, ...)"
         )
     devices = jax.devices() if devices is None else devices
     cfg = for_devices(cfg, len(devices))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from jaxmem.checkpoint.resume import changed
 from jaxmem.config import LOW_RANK, Config
+from jaxmem.config.networks import Network
+from jaxmem.config.optimizers import OPTIMIZERS
 from jaxmem.config.sections import Data
 from jaxmem.errors import abridge
 from jaxmem.step.programs import Program
@@ -132,11 +134,13 @@ def finished_line(built: Program, before: JsonView, step: int, directory: Path) 
 def last_line(cfg: Config, step: int, directory: Path) -> str:
     """The end of a run, and the commands that use or continue it."""
     if step < cfg.steps:
-        again = f"to continue, run the same command again, or jaxmem train {directory}"
+        again = "to continue, run the same command again"
+        if not _needs_script(cfg) and cfg.user.is_empty:
+            again += f", or jaxmem train {directory}"
         return f"stopped after step {step} of {cfg.steps}, saved in {directory}; {again}"
-    use = [f"evaluate {directory}"]
-    if cfg.user.has_model or cfg.user.data:  # the commands do not have them
+    if _needs_script(cfg):
         return f"done: {step} steps, saved in {directory}"
+    use = [f"evaluate {directory}"]
     if cfg.reads_text:
         is_chat = cfg.data.source in ("chat", "preference")
         kind = cfg.adapter.kind
@@ -147,3 +151,12 @@ def last_line(cfg: Config, step: int, directory: Path) -> str:
             *(f"export {directory} DIR{option}" for option in options),
         ]
     return "\n  ".join([f"done: {step} steps, saved in {directory}; next:", *(f"jaxmem {command}" for command in use)])
+
+
+def _needs_script(cfg: Config) -> bool:
+    """Whether the commands of `jaxmem` cannot open a run: its model, loss, data or the name of its optimizer exist only
+    in the process of a script."""
+    user = cfg.user
+    is_registered = not isinstance(OPTIMIZERS[cfg.optimizer.name].implementation, str)
+    is_registered |= type(cfg.model) not in get_args(Network)
+    return is_registered or user.has_model or any((user.data, user.loss, user.loss_with_keys))

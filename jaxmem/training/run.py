@@ -20,6 +20,7 @@ import jax
 from etils import epath
 
 from jaxmem.checkpoint.manager import Checkpoints
+from jaxmem.checkpoint.metrics import read_rows
 from jaxmem.checkpoint.paths import checkpoint_directory, refuse_links
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Checkpoint, Cluster, Config
@@ -31,7 +32,7 @@ from jaxmem.distributed.agree import DelayedMax, any_process, gather, serialized
 from jaxmem.distributed.join import failing_together
 from jaxmem.errors import UserError
 from jaxmem.machine.devices import cache_compiled_programs, peak_flops
-from jaxmem.machine.terminal import say
+from jaxmem.machine.terminal import say, say_text
 from jaxmem.step.programs import Program, program
 from jaxmem.step.state import TrainState
 from jaxmem.training import lines
@@ -45,9 +46,9 @@ from jaxmem.training.restore import (
     restore,
 )
 from jaxmem.training.signals import StopSignal, requeued_before_training
-from jaxmem.training.telemetry import Profile, Telemetry
+from jaxmem.training.telemetry import HELD_OUT, Profile, Telemetry
 from jaxmem.training.trackers import check_trackers, trackers_for
-from jaxmem.typing import JsonView
+from jaxmem.typing import JsonDict, JsonView
 
 if TYPE_CHECKING:
     from jaxmem.planning.result import Plan
@@ -60,9 +61,10 @@ class Result:
     """A run that has ended.
 
     `directory`: the directory of its files. `step`: the number of updates. `metrics`: the metrics of the last update.
-    `held_out`: the metrics of the last evaluation. `state`: parameters and optimizer state as arrays on the devices,
-    from `read_state`. `program`: its compiled functions. `exit_code`: the exit code of `jaxmem train`, not 0 if a
-    signal stopped the run. `compiled`: its plan; None if the run had finished before.
+    `held_out`: the metrics of the last evaluation. If the run had finished before, both are from `metrics.jsonl`.
+    `state`: parameters and optimizer state as arrays on the devices, from `read_state`. `program`: its compiled
+    functions. `exit_code`: the exit code of `jaxmem train`, not 0 if a signal stopped the run. `compiled`: its plan;
+    None if the run had finished before.
     """
 
     directory: Path
@@ -221,8 +223,21 @@ def _finished(built: Program, directory: Path, path: epath.Path, fingerprint: st
     if newest is None or newest.step < built.cfg.steps:
         return None
     if jax.process_index() == 0:
-        say(lines.finished_line(built, config, newest.step, directory))
-    return Result(directory, newest.step, {}, {}, newest.read_state, built)
+        say_text(lines.finished_line(built, config, newest.step, directory))
+    metrics, held_out = _recorded(directory, newest.step)
+    return Result(directory, newest.step, metrics, held_out, newest.read_state, built)
+
+
+def _recorded(directory: Path, step: int) -> tuple[dict[str, float], dict[str, float]]:
+    """The metrics of a step and of its evaluation that the run has logged; nothing in a process without the file."""
+    values: JsonDict = {}
+    for row in read_rows(directory / "metrics.jsonl"):
+        if row["step"] == step:
+            values |= {name: float("nan") if value is None else value for name, value in row.items()}
+    values.pop("step", None)
+    held_out = {name: value for name, value in values.items() if name.startswith(HELD_OUT)}
+    metrics = {name: value for name, value in values.items() if name not in held_out}
+    return metrics, {name.removeprefix(HELD_OUT): value for name, value in held_out.items()}
 
 
 def _preflight(cluster: Cluster) -> None:

@@ -20,6 +20,7 @@ from jaxmem.training.progress import Progress, Work
 from jaxmem.training.trackers import Trackers
 from jaxmem.typing import Tree
 
+HELD_OUT = "held_out_"  # before the names of an evaluation's metrics
 ADVICE = "lower optimizer.learning_rate or optimizer.clip"
 
 
@@ -95,7 +96,7 @@ class Telemetry:
         self.flush()
         shown = {name: value for name, value in means.items() if name != "count"}
         self._progress.say(f"step {step}  held-out {'  '.join(f'{name} {x:.4g}' for name, x in shown.items())}")
-        self._trackers.log(step, {f"held_out_{name}": value for name, value in shown.items()})
+        self._trackers.log(step, {f"{HELD_OUT}{name}": value for name, value in shown.items()})
 
 
 class Profile(AbstractContextManager["Profile"]):

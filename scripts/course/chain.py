@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
+from jaxmem.machine.terminal import say_text
 from jaxmem.stack.recompute_plan import recompute_plan
 from scripts.course import Findings, main
 from scripts.course.panels import DARK, PALE, Cells
@@ -123,7 +124,8 @@ def _label(x: int, y: int, text: str) -> str:
 def play(policy: str = "sqrt", layers: int = LAYERS, seconds: float = 0.15) -> None:
     """Prints the frames of a policy: on a terminal one over the other, otherwise a line each."""
     end = "\r" if sys.stdout.isatty() and shutil.get_terminal_size().columns > 2 * layers + 20 else "\n"
-    print(f"\n{policy}, the layers in each tick ({', '.join(f'{SIGNS[k]} {name}' for k, (name, _) in KEY.items())}):")
+    signs = ", ".join(f"{SIGNS[letter]} {name}" for letter, (name, _) in KEY.items())
+    say_text(f"\n{policy}, the layers in each tick ({signs}):")
     for tick, frame in enumerate(frames(policy, layers)):
         print(f"tick {tick:3}  {' '.join(SIGNS[letter] for letter in frame)}", end=end, flush=True)
         time.sleep(seconds if end == "\r" else 0)

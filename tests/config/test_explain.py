@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxmem.config import Config, Decoder, load_config
-from jaxmem.config.explain import ELSEWHERE
+from jaxmem.config.explain import ELSEWHERE, UNNEEDED
 from jaxmem.errors import UserError
 
 TINY = {"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 10}}
@@ -111,7 +111,36 @@ def test_names_of_other_tools_are_answered_with_the_key():
         kind = Decoder if section == "model" else Config.model_fields[section].annotation
         assert not field or field in kind.model_fields
         assert lines(f"{name}=1") == [f"{name}: unknown key; use {answer}"]
-        assert any(key in line for line in lines(f"batch.{name}=1"))
+        assert "." in name or any(key in line for line in lines(f"batch.{name}=1"))
+
+
+def test_settings_of_other_tools_that_need_no_key():
+    assert lines("compile=true") == ["compile: unknown key; remove it: every step is compiled"]
+    for name, reason in UNNEEDED.items():
+        assert lines(f"{name}=1") == [f"{name}: unknown key; remove it: {reason}"]
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("optimizer.name=paged_adamw_8bit", "did you mean adamw8bit?"),
+        ("precision.compute=float8", "did you mean fp8?"),
+        ("precision.parameters=float8", "did you mean fp8_e4m3?"),
+        ("memory.remat=true", "did you mean full?"),
+        ("memory.remat=false", "did you mean none?"),
+        ("optimizer=lion", "use optimizer.name=lion"),
+        ("adapter=qlora", "use adapter.kind=qlora"),
+    ],
+)
+def test_values_of_other_tools_and_of_sections(override, hint):
+    assert lines(override)[0].endswith(f"; {hint}")
+
+
+def test_a_toml_file_is_not_a_config(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text('[model]\nflavor = "8B"\n')
+    with pytest.raises(UserError, match=r"a\.toml: a config is a YAML file, not TOML"):
+        load_config(file)
 
 
 def test_an_unknown_key_of_an_optional_section():

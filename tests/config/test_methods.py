@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import optax
 import pytest
 import yaml
 
@@ -108,11 +109,11 @@ def test_an_optimizer_of_a_script_refuses_only_settings_that_differ(tmp_path: Pa
     raw = {"name": "x", "model": {"preset": "tiny"}, "optimizer": {"trainable": ["head.*"]}, "train": {"steps": 3}}
     save_config(load_config(raw), tmp_path / "saved.yaml")
     for source in (raw, load_config(raw), tmp_path / "saved.yaml"):
-        cfg = config_with(source, optimizer=object())
+        cfg = config_with(source, optimizer=optax.sgd(1.0))
         assert (cfg.optimizer.trainable, cfg.optimizer.clip) == (("head.*",), None)
-        assert config_with(cfg, optimizer=object()).optimizer == cfg.optimizer
+        assert config_with(cfg, optimizer=optax.sgd(1.0)).optimizer == cfg.optimizer
     with pytest.raises(UserError, match=r"optimizer\.weight_decay has no effect with the argument optimizer"):
-        config_with(load_config(raw, ["optimizer.weight_decay=0.2"]), optimizer=object())
+        config_with(load_config(raw, ["optimizer.weight_decay=0.2"]), optimizer=optax.sgd(1.0))
 
 
 def test_settings_that_batches_of_a_script_cannot_follow_are_refused() -> None:

@@ -250,6 +250,14 @@ def test_what_is_too_long_may_be_dropped_and_what_is_broken_skipped(tmp_path: Pa
     assert summary == ["of 4 conversations read: 1 dropped as too long; 1 invalid ones skipped"]
 
 
+def test_a_file_of_another_form_is_reported_before_its_number_of_records(tmp_path: Path) -> None:
+    for wrong, reason in (("[{}]", "must be a JSON object"), ('{"turns": []}', "expected messages, .*found turns")):
+        with pytest.raises(UserError, match=rf"line 1: {reason}"):
+            Loader(chat(tmp_path, [wrong], held_out=0.1))
+    with pytest.raises(UserError, match="requires at least 2 records"):
+        Loader(chat(tmp_path, [line("12")], held_out=0.1))
+
+
 def test_an_answer_that_is_cut_completely_is_dropped(tmp_path: Path) -> None:
     long = json.dumps({"instruction": "q" * 20, "output": "3"})
     with Loader(chat(tmp_path, [line("12"), long])) as loader:

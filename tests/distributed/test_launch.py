@@ -34,6 +34,11 @@ def test_every_process_gets_its_index() -> None:
     assert sorted(done.stdout.splitlines()) == ["[0] 0 3 2", "[1] 1 3 2", "[2] 2 3 2"]
 
 
+def test_lines_of_gloo_are_not_forwarded() -> None:
+    done = launched("print('[Gloo] Rank 0 is connected to 1 peer ranks.'); print('[Gloo] an error')", 1)
+    assert done.stdout == "[0] [Gloo] an error\n"
+
+
 def test_gpus_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "visible_gpus", lambda: 8)
     told = environments(2, None)

@@ -167,7 +167,7 @@ def test_another_model_s_tokenizer_is_refused(model: Path, tmp_path: Path) -> No
         TextGenerator(place)
 
 
-def test_a_conversation_cannot_be_forged_and_needs_a_template(model: Path, tmp_path: Path) -> None:
+def test_a_conversation_cannot_be_forged_and_needs_a_template(model: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     generator = TextGenerator(model)
     with pytest.raises(UserError, match="is a special token of the model"):
         generator.answer([{"role": "user", "content": "<|endoftext|>"}])
@@ -175,6 +175,9 @@ def test_a_conversation_cannot_be_forged_and_needs_a_template(model: Path, tmp_p
     (tmp_path / "model/chat_template.jinja").unlink()
     with pytest.raises(UserError, match="no chat template"):
         TextGenerator(tmp_path / "model").answer([{"role": "user", "content": "a"}])
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))  # before the first message
+    code, _, err = run(capsys, "chat", str(tmp_path / "model"))
+    assert (code, "no chat template" in err) == (2, True)
 
 
 @pytest.mark.exhaustive

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from jaxmem.cli import main
 from jaxmem.machine.console import Console, Printed
-from jaxmem.machine.terminal import say
+from jaxmem.machine.terminal import say, say_text
 from jaxmem.training.progress import Progress, RunSpec, spinner
 
 HOSTILE, SHOWN = "a\x1b]0;title\x07 \u202e.txt", "a\\x1b]0;title\\x07 \\u202e.txt"
@@ -28,6 +28,19 @@ def test_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"{SHOWN}\tand\n more\n{SHOWN}\n"
     with spinner(HOSTILE, enabled=True):
         assert SHOWN in capsys.readouterr().out
+
+
+def test_sentences_break_between_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    text = f"error: {HOSTILE} is no file-of-any-kind\n  or a-word-that-is-longer-than-a-line"
+    file, terminal = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    say_text(text, file=file)
+    assert file.getvalue() == text.replace(HOSTILE, SHOWN) + "\n"
+    say_text(text, file=terminal)
+    lines = terminal.getvalue().splitlines()
+    assert lines[-3:] == ["file-of-any-kind", "  or", "a-word-that-is-longer-than-a-line"]
+    assert " ".join(" ".join(lines).split()) == " ".join(file.getvalue().split())
 
 
 def test_tables_keep_their_colors() -> None:

@@ -40,5 +40,11 @@ def test_the_peak_is_the_rate_of_one_update_and_the_end_that_of_the_last():
     assert (values[2], values[-1]) == pytest.approx((PEAK, END))
 
 
+def test_the_rate_is_never_negative(monkeypatch):
+    """With fused multiply-add the last rate of optax's linear schedule to 0 is -7e-11."""
+    monkeypatch.setattr(optax, "linear_schedule", lambda *_: lambda _: -7e-11)
+    assert set(rates(schedule="linear")) == {0.0}
+
+
 def test_a_constant_rate():
     assert rates(schedule="constant", warmup=2) == pytest.approx([PEAK / 2] + [PEAK] * 9)

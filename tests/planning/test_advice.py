@@ -19,7 +19,7 @@ from jaxmem.errors import UserError
 from jaxmem.pipeline.stages import Pipeline
 from jaxmem.planning import advice
 from jaxmem.planning.advice import PlanWarning, warnings_of
-from jaxmem.planning.breakdown import Breakdown, KnownShapes, known_shapes
+from jaxmem.planning.breakdown import Breakdown, KnownShapes, NamedBuffer, known_shapes
 from jaxmem.planning.buffers import Allocation, Buffer
 from jaxmem.planning.compile import CompiledProgram, compile_program, replicated_arrays, without_cache
 from jaxmem.planning.estimated import estimated
@@ -110,9 +110,12 @@ def short_of(usable: int) -> CompiledProgram:
 
 def test_recomputation_by_xla_and_what_it_costs() -> None:
     short, enough = short_of(400 * MIB), short_of(8192 * MIB)
-    assert found(advice._recomputed_by_xla, compiled_step=enough, unlimited=None) == []
     built = program(config(memory={"remat": "dots"}), jax.devices()[:1])
-    (warned,) = found(advice._recomputed_by_xla, compiled_step=short, unlimited=enough, program=built)
+    plan = {"program": built, "unlimited": enough, "limit": 400 * MIB}
+    assert found(advice._recomputed_by_xla, compiled_step=enough, **plan) == []
+    assert found(advice._recomputed_by_xla, compiled_step=short, **plan | {"unlimited": short}) == [], "no cost"
+    assert found(advice._recomputed_by_xla, compiled_step=short, **plan | {"limit": 1000}) == [], "nothing would fit"
+    (warned,) = found(advice._recomputed_by_xla, compiled_step=short, **plan)
     assert warned.kind == "recomputed by XLA"
     assert "more FLOPs per step" in warned.text
     assert "MiB less memory" in warned.text
@@ -199,6 +202,7 @@ def test_a_gathered_weight_that_outlives_its_layer_is_reported(monkeypatch: pyte
     split = {"model": model, "mesh": {"fsdp": 8}, "data": {"sequence_length": 8}}
     assert warnings_of(plan_here(**split)) == []
     keep = lambda _: jax.checkpoint_policies.everything_saveable  # noqa: E731
+    monkeypatch.setattr(advice, "MIN_UNSHARDED", 0)
     monkeypatch.setattr(remat, "_save_all_but_weights", keep)
     (warned, *_) = [one for one in plan_here(**split).warnings if one.kind == "unsharded array"]
     assert "are on each device at once: float32[4,64,256]" in warned.text
@@ -206,8 +210,9 @@ def test_a_gathered_weight_that_outlives_its_layer_is_reported(monkeypatch: pyte
 
 
 @pytest.mark.exhaustive
-def test_replicated_gradients_of_sharded_weights_are_reported() -> None:
+def test_replicated_gradients_of_sharded_weights_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a step that has them whole, as it should: to a plan of one that splits them it is a fault."""
+    monkeypatch.setattr(advice, "MIN_UNSHARDED", 0)
     plan = plan_here(4, mesh={"fsdp": 4}, zero=1, batch={"global_size": 16, "accumulate": 2})
     assert (
         found(advice._unsharded, breakdown=plan.breakdown, bytes_per_device=plan.bytes_per_device, program=plan.program)
@@ -230,6 +235,26 @@ def test_a_part_that_has_the_form_of_something_whole_is_no_sign_of_it() -> None:
         assert mlp in whole
     for whole in (quarters.full_weights, quarters.full_gradients):
         assert {keys, mlp} <= whole
+
+
+def test_an_array_that_only_has_as_many_elements_as_a_whole_one_is_no_sign_of_it() -> None:
+    """Layers are the first dimension; activations are [rows, time, ...]; small arrays are not worth a line."""
+    built = program(config(mesh={"fsdp": 4}), jax.devices()[:4])
+    known = dataclasses.replace(NOTHING_KNOWN, full_gradients=frozenset({(2, 2048, 4096)}))
+
+    def warned(*dims: int, by_shape: bool = False, length: int = 64) -> list[PlanWarning]:
+        shape = HloShape("float32", 32, dims)
+        buffer = NamedBuffer("gradients", "of one backward pass", shape.bytes, str(shape), "", shape, None, by_shape)
+        share = dataclasses.replace(built.share, sequences=8, length=length)
+        plan = SimpleNamespace(cfg=built.cfg, share=share)
+        breakdown = SimpleNamespace(known=known, buffers=[buffer])
+        return found(advice._unsharded, breakdown=breakdown, bytes_per_device={"total": MIB}, program=plan)
+
+    assert len(warned(2, 2048, 4096)) == len(warned(2, 4096, 2048, by_shape=True)) == 1
+    assert warned(2048, 2, 4096) == []
+    assert warned(2, 2048, 4096, by_shape=True, length=2048) == []
+    known = dataclasses.replace(known, full_gradients=frozenset({(2, 64, 128)}))
+    assert warned(2, 64, 128) == []
 
 
 # ------------------------------------------------------------------ logits, scores

@@ -43,6 +43,7 @@ def test_print_and_a_notebook_show_the_table(cpu_plan: Plan, monkeypatch: pytest
     assert [line.split() for line in str(cpu_plan).splitlines()] == [
         line.split() for line in shown(cpu_plan, 100).splitlines()
     ]
+    assert str(cpu_plan.table()) == str(cpu_plan)
     page = cpu_plan._repr_html_()
     assert page.startswith("<pre")
     assert "optimizer" in page

@@ -73,6 +73,7 @@ def test_facts_are_of_the_right_size(gpu: gpus.Gpu) -> None:
     ("text", "said"),
     [
         ("h100-81gb", "did you mean h100-80gb"),
+        ("8xh100-80gb", "did you mean h100-80gb:8"),
         ("zzz", "expected one of a100-40gb"),
         ("h100-80gb:0", "must be a number"),
         ("h100-80gb:2x", "must be a number"),

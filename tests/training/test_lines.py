@@ -2,11 +2,16 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
+import optax
 import pytest
 
 from jaxmem.config import load_config
+from jaxmem.config.base import setting
+from jaxmem.config.networks import FAMILIES, Mlp
+from jaxmem.config.optimizers import OPTIMIZERS, AdamWSettings, Entry
+from jaxmem.config.user import UserObjects
 from jaxmem.inference.export import _check_adapters
 from jaxmem.training.lines import data_line, last_line
 
@@ -25,6 +30,27 @@ def test_the_commands_after_a_run_work(kind: str) -> None:
     assert exports
     for line in exports:
         _check_adapters("runs/a", cfg.adapter.kind, cfg.model.family, "--adapter" in line, "--merge" in line)
+
+
+def test_no_command_is_proposed_for_what_only_a_script_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Perceptron(Mlp):
+        family: Literal["perceptron"] = setting("perceptron", "kind of network")  # type: ignore[assignment]
+
+    monkeypatch.setitem(FAMILIES, "perceptron", Perceptron)
+    monkeypatch.setitem(OPTIMIZERS, "mine", Entry(AdamWSettings, optax.scale_by_adam, ""))
+    of_family = load_config(
+        {
+            "name": "a",
+            "model": {"family": "perceptron"},
+            "objective": "classify",
+            "data": {"source": "digits"},
+            "train": {"steps": 500},
+        }
+    )
+    for cfg in (of_family, config(optimizer={"name": "mine"}), config().with_user(UserObjects(loss=lambda *_: 0))):
+        assert last_line(cfg, 500, Path("runs/a")) == "done: 500 steps, saved in runs/a"
+        assert "jaxmem" not in last_line(cfg, 5, Path("runs/a"))
+    assert "jaxmem train runs/a" in last_line(config(), 5, Path("runs/a"))
 
 
 def test_how_often_a_run_reads_its_data() -> None:

@@ -92,6 +92,8 @@ def test_a_run_leaves_what_it_promises(config, capsys):
     told = capsys.readouterr().out
     assert "step 12/12" in told
     assert "held-out loss" in told
+    held_out = {name: value for name, value in result.held_out.items() if name != "count"}
+    assert run(cfg).held_out == held_out, "the run has finished"
 
 
 @pytest.mark.exhaustive
@@ -106,6 +108,7 @@ def test_a_finished_run_is_left_alone(config, capsys, monkeypatch):
     assert again.step == 12
     assert leaves(again.state) == leaves(first.state)
     assert metrics(first.directory) == before
+    assert again.metrics.items() >= first.metrics.items()
     shutil.rmtree(first.directory / "checkpoints/12/state")
     (first.directory / "checkpoints/50").mkdir()  # no checkpoint, beyond the last step
     repaired = run(config())

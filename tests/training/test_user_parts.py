@@ -235,7 +235,15 @@ class Wrong(Transformer):
         ({}, {"data": []}, "data is empty"),
         ({}, {"data": 3}, "data must be an iterable"),
         ({}, {"data": [[1, 2]]}, "dict of arrays, not list"),
+        ({}, {"data": [{"image": ["a", "b"]}]}, r"batch\['image'\] must be an array of numbers .* not text"),
         ({}, {"loss": None}, "loss"),
+        ({}, {"loss_fn": loss}, r"unknown argument loss_fn; did you mean loss\?"),
+        ({}, {"loss": "mse"}, r"loss must be a function loss\(model, batch\), not the text mse"),
+        ({}, {"model": nnx.Linear(2, 2, rngs=nnx.Rngs(0))}, "model must be a function of rngs.*an instance of Linear"),
+        ({}, {"optimizer": optax.adamw}, r"optax.adamw\(1e-3\).*not the function adamw"),
+        ({}, {"optimizer": "adamw"}, "optimizer.name in the config, not the text adamw"),
+        ({}, {"axes": ["embed"]}, "axes must be a dict"),
+        ({}, {"layers": 3}, "layers must be the name of a list of blocks"),
         ({}, {"axes": {"*.kernell": (None, "embed")}}, "kernell.*kernel"),
         ({}, {"axes": {"layers.0.kernel": ("embed",)}}, "1 axes.*one axis per dimension"),
         ({}, {"axes": {"layers.0.kernel": ("embed", "mpl")}}, "mpl.*mlp"),
@@ -280,7 +288,7 @@ def test_data_that_ends_early_ends_the_run(tmp_path, capsys):
     run = jaxmem.train(settings(tmp_path), **PARTS | {"data": iter(DATA[:2])})
     assert run.step == 2
     assert "after step 2 of 3" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"model\.family=own needs"):  # the file has no `cfg.user`
+    with pytest.raises(UserError, match=r"model\.family=own is the model of a script"):  # the file has no `cfg.user`
         jaxmem.train(tmp_path / "own" / "config.yaml")
 
 
