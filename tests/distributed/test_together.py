@@ -89,7 +89,7 @@ FULL = """
     import resource, signal
     from jax.sharding import Mesh
     from jaxmem.checkpoint.manager import Checkpoints
-    from jaxmem.sharding import first_dim_sharding
+    from jaxmem.sharding.layout import first_dim_sharding
 
     place = first_dim_sharding(Mesh(np.asarray(jax.devices()), ("all",)), "all")
     draw = np.random.default_rng(0).random((4, 2**16), np.float32)
@@ -133,7 +133,7 @@ KILLED = """
     import os, signal
     from jaxmem.checkpoint.manager import Checkpoints
     from jaxmem.distributed.agree import gather
-    from jaxmem.sharding import first_dim_sharding
+    from jaxmem.sharding.layout import first_dim_sharding
 
     whole = first_dim_sharding(jax.make_mesh((4,), ("all",)), None)
     state = {"x": jax.make_array_from_callback((8,), whole, lambda index: np.zeros(8, np.float32)[index])}
