@@ -74,16 +74,26 @@ def records() -> list[JsonDict]:
 
 
 def compared() -> Iterator[JsonDict]:
-    """A row per method: means over seeds, and the standard error of the difference from AdamW's loss."""
-    losses = {(r["method"], r["seed"]): r["held_out"] for r in records() if "train.steps" not in r["overrides"]}
+    """A row per method: means over seeds, and the standard error of the difference from AdamW's loss. A run is compared
+    with the last run of AdamW that is recorded before it: that of the same code."""
+    base: dict[int, float] = {}
+    losses: dict[tuple[str, int], tuple[float, float]] = {}  # of a method and seed: its loss, and AdamW's
+    for record in records():
+        seed = record["seed"]
+        if "train.steps" in record["overrides"]:
+            continue
+        if record["method"] == BASE:
+            base[seed] = record["held_out"]
+        if seed in base:
+            losses[record["method"], seed] = record["held_out"], base[seed]
     for method in (*METHODS, *PEERS):
-        seeds = [seed for seed in SEEDS if (method, seed) in losses and (BASE, seed) in losses]
-        if seeds:
-            above = [losses[method, seed] - losses[BASE, seed] for seed in seeds]
+        of_seeds = [losses[method, seed] for seed in SEEDS if (method, seed) in losses]
+        if of_seeds:
+            above = [loss - of_adamw for loss, of_adamw in of_seeds]
             yield {
                 "method": method,
-                "seeds": len(seeds),
-                "loss": statistics.mean(losses[method, seed] for seed in seeds),
+                "seeds": len(of_seeds),
+                "loss": statistics.mean(loss for loss, _ in of_seeds),
                 "above AdamW": f"{statistics.mean(above):+.4f}",
                 "error": f"{statistics.stdev(above) / len(above) ** 0.5:.4f}" if len(above) > 1 else None,
                 "goal": METHODS.get(method, (None, None))[1],
