@@ -26,7 +26,6 @@ from jaxmem.sharding.layout import layout_for
 from jaxmem.sharding.share import share_of
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.step.execution import pipeline_of
-from jaxmem.step.objective import trained_sum
 from jaxmem.step.programs import Program
 from jaxmem.typing import Tree
 
@@ -167,7 +166,7 @@ def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
         return objective.features(built.model.network(params), batch, None)
 
     def loss(params: Tree, batch: Any, features: Any) -> jax.Array:
-        return trained_sum(objective.sums(built.model.network(params), features, batch))
+        return objective.trained_sum(objective.sums(built.model.network(params), features, batch))
 
     run, inputs = (features, ()) if half == "layers" else (loss, (jax.eval_shape(features, params, batch),))
 

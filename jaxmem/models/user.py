@@ -182,8 +182,12 @@ def axes_by_rule(
         return tuple("embed" if dim == largest and len(shape) > 1 else None for dim in range(len(shape)))
 
     by_path = {path: axes_of(path, variable) for path, variable in shapes.items()}
+    names = [dotted_name(path) for path in shapes]
     for pattern in set(by_pattern or ()) - used:
-        raise UserError(f"axes: {pattern} matches no weight{nearest(pattern, map(dotted_name, shapes))}")
+        if any(fnmatchcase(name, pattern) for name in names):
+            why = "a pattern before it matches its weights, or they declare their axes"
+            raise UserError(f"axes: {pattern} has no effect: {why}; put the pattern first, or remove it")
+        raise UserError(f"axes: {pattern} matches no weight{nearest(pattern, names)}")
     return by_path
 
 

@@ -24,7 +24,7 @@ from jaxmem.sharding.trees import Path, merge, nest, replace_at, subtree, withou
 from jaxmem.sharding.weights import differentiable, is_quantized, with_gradients
 from jaxmem.stack.reverse import ForwardPass, forward
 from jaxmem.step.model import ModelSpec
-from jaxmem.step.objective import Batch, Objective, Sums, objective_of, trained_sum
+from jaxmem.step.objective import Batch, Objective, Sums, objective_of
 from jaxmem.step.state import StateSpec
 from jaxmem.typing import Tree
 
@@ -177,7 +177,8 @@ def forward_by_parts(
     trainable = model.select(params)
     network = partial(model.network, params)
     all_proxies = differentiable(trainable, spec.gradient_dtype)
-    parts = parts_of(objective_of(spec.cfg), model.network, params, batch, keys, all_proxies)
+    objective = objective_of(spec.cfg)
+    parts = parts_of(objective, model.network, params, batch, keys, all_proxies)
     stacks = [part.path for part in parts if isinstance(part, Layers)]
     proxies = differentiable(without(trainable, stacks), spec.gradient_dtype)
     outside = Outside(model, params, without(params, stacks), proxies)
@@ -199,7 +200,7 @@ def forward_by_parts(
 
     def loss(proxies: Params, flow: Flow) -> tuple[jax.Array, Sums]:
         sums = outside.run(last.parts, proxies, flow)
-        return trained_sum(sums), sums
+        return objective.trained_sum(sums), sums
 
     _, loss_derivative, sums = jax.vjp(loss, proxies, last.flow, has_aux=True)
     return ForwardByParts(

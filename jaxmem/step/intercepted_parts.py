@@ -26,7 +26,7 @@ from jaxmem.sharding.weights import with_gradients
 from jaxmem.stack.apply import result_shapes
 from jaxmem.stack.call import StackCall, intercept_with
 from jaxmem.stack.scheduled import inexact_leaves
-from jaxmem.step.objective import Batch, Objective, Sums, trained_sum
+from jaxmem.step.objective import Batch, Objective, Sums
 from jaxmem.typing import Tree
 
 Cut: TypeAlias = StackCall | VocabOp
@@ -72,7 +72,7 @@ class _Marks(NamedTuple):
 
 class _Interception:
     def __init__(self, objective: Objective, batch: Batch, keys: jax.Array | None, is_during: bool) -> None:
-        self._objective = objective
+        self.objective = objective
         self._batch = batch
         self._keys = keys
         self._is_during = is_during
@@ -138,7 +138,7 @@ class _Interception:
             return (x, outputs) if marks is None else (_marked(x, marks.x), _marked(outputs, marks.outputs))
 
         with intercept_with(handle):
-            sums = self._objective(network, self._batch, self._keys)
+            sums = self.objective(network, self._batch, self._keys)
         return cuts, sums
 
 
@@ -154,7 +154,7 @@ def _refuse_lost_gradients(
 
     def results(proxies: Params, marks: _Marks) -> tuple[Tree, Tree]:
         arguments, sums = run.arguments_and_sums(network(proxies), marks)
-        return (inexact_leaves(arguments), trained_sum(sums)), (arguments, sums)
+        return (inexact_leaves(arguments), run.objective.trained_sum(sums)), (arguments, sums)
 
     def derivatives(tangents: Tree, marks: _Marks) -> tuple[Tree, Tree]:
         return jax.jvp(results, (proxies, marks), tangents, has_aux=True)[1:]

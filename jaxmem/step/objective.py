@@ -4,7 +4,7 @@ An objective returns sums instead of means: of the loss, of correct predictions,
 end, so that the result does not depend on the sizes of micro-batches.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,9 +22,11 @@ from jaxmem.models.layers import split_keys
 from jaxmem.models.network import STATISTICS, Flow, MatrixPart, Network, NetworkPart, Part, names_parts, run_parts
 from jaxmem.models.vocab_slices import VocabOpResult
 from jaxmem.sharding.arrays import mean_over_groups
+from jaxmem.step.nonfinite import METRIC
 
 Batch = dict[str, jax.Array]
 FORWARD_STATE = "state"  # the key, in a batch and in sums, of what the forward pass changes
+RESERVED = ("loss", "count", FORWARD_STATE, "learning_rate", "gradient_norm", METRIC)  # not metrics of a script
 _NAMES = {"correct": "accuracy"}  # names of means that differ from the names of sums
 Sums = dict[str, jax.Array]  # "loss", "count"; "correct" for classification; "margin" for pairs; STATISTICS of routers
 
@@ -56,6 +58,11 @@ class Objective:
         if self.is_of_script or not names_parts(network):
             return None
         return [*self.network_parts(network, batch, keys), *self.loss_parts(network, batch)]
+
+    def trained_sum(self, sums: Sums) -> jax.Array:
+        """The sum that is differentiated: the loss, and the losses of routers. The metrics of a script, which may have
+        the name of the latter, are not trained."""
+        return sums["loss"] if self.is_of_script else sums["loss"] + sums.get(STATISTICS[0], jnp.float32(0))
 
 
 def objective_of(complete: config.Config) -> Objective:
@@ -106,6 +113,8 @@ def _sums_of_user(user: UserObjects, network: Any, batch: Batch, keys: jax.Array
     rows = jnp.float32(mask.shape[0])
     if user.data is None:  # a row without a target is padding
         rows = jnp.sum(jnp.any(mask.reshape(mask.shape[0], -1) > 0, axis=-1), dtype=jnp.float32)
+        # The mean over no rows is 0 / 0, and NaN also times `rows` = 0.
+        batch = batch | {"mask": jnp.where(rows > 0, mask, jnp.ones_like(mask))}
     else:
         batch = {name: x for name, x in batch.items() if name in user.data.first}
     if isinstance(network, FlaxNetwork):
@@ -121,14 +130,17 @@ def _sums_of_user(user: UserObjects, network: Any, batch: Batch, keys: jax.Array
             f"loss returned {returned}; it must return a scalar (the mean loss of the rows) or a tuple (scalar,"
             " metrics)"
         )
-    if wrong := [name for name, x in metrics.items() if jnp.shape(x) or name in ("loss", "count")]:
-        raise UserError(f"loss: the metric {wrong[0]} must be a scalar, and must not have the name loss or count")
+    if not isinstance(metrics, Mapping):
+        raise UserError(
+            f"loss returned a tuple (scalar, {type(metrics).__name__}); its second element must be a dict of metrics,"
+            ' e.g. {"accuracy": accuracy}'
+        )
+    if wrong := [name for name, x in metrics.items() if jnp.shape(x) or name in RESERVED]:
+        raise UserError(
+            f"loss: the metric {wrong[0]} must be a scalar, and must not have the name of a metric of every run:"
+            f" {', '.join(RESERVED)}"
+        )
     return {name: jnp.float32(x) * rows for name, x in {"loss": loss, **metrics}.items()} | {"count": rows}
-
-
-def trained_sum(sums: Sums) -> jax.Array:
-    """The sum that is differentiated: the loss, and the losses of routers."""
-    return sums["loss"] + sums.get(STATISTICS[0], jnp.float32(0))
 
 
 def _tokens(network: Any, batch: Batch, keys: jax.Array | None) -> list[NetworkPart]:

@@ -35,7 +35,7 @@ from jaxmem.stack.reverse import Visitor, differentiable_weights
 from jaxmem.step.by_parts import parts_of
 from jaxmem.step.gradients import Reduce
 from jaxmem.step.model import ModelSpec
-from jaxmem.step.objective import Batch, Objective, Sums, objective_of, trained_sum
+from jaxmem.step.objective import Batch, Objective, Sums, objective_of
 from jaxmem.step.state import StateSpec
 from jaxmem.typing import Tree
 
@@ -176,7 +176,7 @@ def execute(
         def loss(proxies: Tree, y: Tree, micro: Tree) -> tuple[jax.Array, Sums]:
             network, before, _, after = parts(proxies, micro)
             sums = run_parts(network, after, run_parts(network, before)._replace(x=y))
-            return trained_sum(sums) * scale, sums
+            return objective.trained_sum(sums) * scale, sums
 
         def parts(proxies: Tree, micro: Tree) -> tuple[Any, Sequence[NetworkPart], Layers, Sequence[NetworkPart]]:
             """The network, and its parts before the last stack, this stack, and the parts after it."""

@@ -36,7 +36,7 @@ from jaxmem.sharding.trees import merge
 from jaxmem.sharding.weights import apply_hooks, differentiable, with_gradients
 from jaxmem.step import nonfinite
 from jaxmem.step.gradients import accumulate, applies_hooks_by_layer, differentiate
-from jaxmem.step.objective import FORWARD_STATE, Batch, Sums, means, objective_of, trained_sum
+from jaxmem.step.objective import FORWARD_STATE, Batch, Sums, means, objective_of
 from jaxmem.step.state import StateSpec, TrainState, next_loss_scale
 from jaxmem.typing import Tree
 
@@ -105,7 +105,9 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
     axes = model.select(model.axes)
     scale = jnp.float32(1)
     if state.loss_scale:  # the scale is for the mean loss of a micro-batch, but objectives return sums
-        scale = state.loss_scale.scale / batch["mask"][0].size
+        rows = row_keys.shape[1]
+        counts = {"next_token": batch["mask"][0].size, "dpo": rows / 2}  # losses of tokens, or of pairs of rows
+        scale = state.loss_scale.scale / counts.get(cfg.objective.name, rows)
 
     def loss(proxies: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
         """The loss of a micro-batch. Stacks apply the hooks of their weights layer by layer."""
@@ -114,7 +116,7 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
         sums = objective(network, {name: x for name, x in batch.items() if name != FORWARD_STATE}, keys)
         if model.forward_state:
             sums = sums | {FORWARD_STATE: network.state}
-        return trained_sum(sums) * scale, sums
+        return objective.trained_sum(sums) * scale, sums
 
     def loss_of_hooked(proxies: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
         """The same loss if the hooks cannot be applied layer by layer."""

@@ -44,6 +44,15 @@ def test_float16_with_a_scale_learns_what_float32_learns():
 
 
 @pytest.mark.exhaustive
+def test_the_scale_of_a_loss_of_pairs_does_not_depend_on_the_tokens_of_a_pair():
+    data = {"source": "preference", "path": "pairs.jsonl", "sequence_length": 24, "packing": False}
+    precision = {**HALF, "loss_scale": 2.0**-12}  # near the least that float16 can hold, without a factor of 1 / 48
+    wide = Trained(config(objective="dpo", data=data), updates=1)
+    half = Trained(config(objective="dpo", data=data, precision=precision), updates=1)
+    assert half.metrics[0]["gradient_norm"] == pytest.approx(wide.metrics[0]["gradient_norm"], rel=5e-2)
+
+
+@pytest.mark.exhaustive
 def test_quantized_weights_computed_in_float16_learn_what_they_learn_in_float32():
     """Gradients are not stored in float16: AdamW squares them."""
     adamw = {"epsilon": 1e-8}  # a second moment of zero divides by this

@@ -246,22 +246,64 @@ def mean_over_real_rows(network, batch):
     return (losses * batch["mask"]).sum() / batch["mask"].sum()
 
 
+def on_digits(rows, accumulate):
+    cfg = load_config(
+        {
+            "name": "x",
+            "objective": "own",
+            "model": {"family": "mlp", "layers": 1, "embed": 16, "mlp": 16, "outputs": 10},
+            "data": {"source": "digits", "held_out": 0.02},
+            "batch": {"global_size": rows, "accumulate": accumulate},
+            "precision": {"compute": "float32"},
+            "optimizer": SGD,
+            "train": {"steps": 1},
+        }
+    )
+    return program(cfg.with_user(UserObjects(loss=mean_over_real_rows)), jax.devices()[:1])
+
+
 def test_rows_of_padding_do_not_count_in_an_evaluation():
-    """The last batch of the held-out images is not full."""
+    """The last batch of the held-out images is not full; its second micro-batch has no image."""
     means = []
-    for rows in (3, 32):
-        cfg = load_config(
-            {
-                "name": "x",
-                "objective": "own",
-                "model": {"family": "mlp", "layers": 1, "embed": 16, "mlp": 16, "outputs": 10},
-                "data": {"source": "digits", "held_out": 0.02},
-                "batch": {"global_size": rows},
-                "precision": {"compute": "float32"},
-                "train": {"steps": 1},
-            }
-        )
-        built = program(cfg.with_user(UserObjects(loss=mean_over_real_rows)), jax.devices()[:1])
+    for rows, accumulate in ((3, 1), (32, 2)):
+        built = on_digits(rows, accumulate)
         with Evaluator(built) as evaluate:
             means.append(evaluate(built.initialise().params))
     assert means[0] == pytest.approx(means[1], rel=1e-5)
+
+
+def test_a_micro_batch_of_padding_has_no_gradient():
+    images = {"inputs": draw(size=(8, 8, 8, 1)).astype(np.float32), "targets": np.arange(8, dtype=np.int32)}
+    images["mask"] = (np.arange(8) < 4).astype(np.float32)
+    norms = []
+    for rows, accumulate in ((4, 1), (8, 2)):
+        built = on_digits(rows, accumulate)
+        batch = {name: x[:rows].reshape(accumulate, 4, *x.shape[1:]) for name, x in images.items()}
+        _, metrics = built.lower_step().compile()(built.initialise(), built.place(batch))
+        norms.append(float(metrics["gradient_norm"]))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("update", ["after", "during"])
+def test_a_metric_with_the_name_of_the_losses_of_routers_is_not_trained(update):
+    def loss(model, batch):
+        mean = squares(model, batch)
+        return mean, {"router_loss": mean}
+
+    _, expected = after_an_update({"network": OfLayers}, update)
+    _, metrics = after_an_update({"network": OfLayers, "loss": loss}, update)
+    assert metrics["gradient_norm"] == pytest.approx(expected["gradient_norm"], rel=1e-6)
+    assert metrics["router_loss"] == pytest.approx(metrics["loss"])
+
+
+@pytest.mark.parametrize(
+    ("metrics", "named"),
+    [
+        ({"state": 0.0}, "metric state must .* not have the name .* loss, .*gradient_norm"),
+        ({"gradient_norm": 0.0}, "metric gradient_norm must .* not have the name"),
+        (np.zeros(3), r"tuple \(scalar, ndarray\).* a dict of metrics"),
+    ],
+)
+def test_refuses_metrics(metrics, named):
+    with pytest.raises(UserError, match=named):
+        built({**FLAX, "loss": lambda model, batch: (squares(model, batch), metrics)}).lower_step()

@@ -245,6 +245,11 @@ class Wrong(Transformer):
         ({}, {"axes": ["embed"]}, "axes must be a dict"),
         ({}, {"layers": 3}, "layers must be the name of a list of blocks"),
         ({}, {"axes": {"*.kernell": (None, "embed")}}, "kernell.*kernel"),
+        (
+            {},
+            {"axes": {"layers.0.k*": (None, "embed"), "layers.0.kernel": ("embed", "mlp")}},
+            "layers.0.kernel has no effect: a pattern before it.*put the pattern first",
+        ),
         ({}, {"axes": {"layers.0.kernel": ("embed",)}}, "1 axes.*one axis per dimension"),
         ({}, {"axes": {"layers.0.kernel": ("embed", "mpl")}}, "mpl.*mlp"),
         ({"memory": {"remat": "full"}}, {}, "memory.remat=full.*layers="),
