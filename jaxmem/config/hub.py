@@ -61,11 +61,19 @@ def is_tokenizer_of(tokenizer: str, directory: str | os.PathLike[str]) -> bool:
     return place.absolute() == Path(directory).expanduser().absolute()  # links stay: those of the cache lead elsewhere
 
 
+def cached_id(directory: Path) -> tuple[str, str] | None:
+    """The id and the commit of a directory in the cache: .../models--org--name/snapshots/COMMIT."""
+    folder = directory.parent.parent.name
+    if directory.parent.name != "snapshots" or not folder.startswith("models--"):
+        return None
+    return folder.removeprefix("models--").replace("--", "/", 1), directory.name
+
+
 def fetch_weights(directory: Path) -> None:
-    """Fetches the weights of a directory in the cache: .../models--org--name/snapshots/COMMIT."""
-    if directory.parent.name == "snapshots" and directory.parent.parent.name.startswith("models--"):
-        repository = directory.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
-        _fetch(repository, directory.name, WEIGHT_FILES, repository)
+    """Fetches the weights of a directory in the cache."""
+    if (id_and_commit := cached_id(directory)) is not None:
+        repository, commit = id_and_commit
+        _fetch(repository, commit, WEIGHT_FILES, repository)
 
 
 def is_dataset(path: str) -> bool:

@@ -62,6 +62,11 @@ class YamlLoader(yaml.SafeLoader):
         self.depth -= 1
         return node
 
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        """As in JSON, the escapes of a surrogate pair are one character. PyYAML reads two."""
+        value: str = super().construct_scalar(node)
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
         for key, _ in node.value:

@@ -5,6 +5,7 @@ model.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -14,8 +15,9 @@ from safetensors import SafetensorError, safe_open
 from jaxmem.config.base import Fraction
 from jaxmem.config.hf_modules import EXPERT, MODULES, HfModule, match_names, modules_of, select_names
 from jaxmem.config.hf_values import Number, Size, TypeForm, UnsupportedError, check_keys, read, read_json
+from jaxmem.config.hub import is_id, local_directory
 from jaxmem.config.networks import Decoder
-from jaxmem.errors import UserError, abridge, nearest, one_of
+from jaxmem.errors import UserError, abridge, as_yaml, nearest, one_of
 from jaxmem.typing import JsonDict, JsonView
 
 CONFIG = "adapter_config.json"
@@ -229,10 +231,15 @@ def base_directory(directory: str | Path) -> tuple[str | None, Path | None]:
 
 
 def base_of(directory: str | Path) -> Path:
-    """The directory of an adapter's base model, which must be on this machine."""
+    """The directory of an adapter's base model, on this machine or in the cache of the hub."""
     name, path = base_directory(directory)
+    file = Path(directory).expanduser() / CONFIG
+    if path is None and name is not None and is_id(name):
+        revision = read_json(file).get("revision")
+        if revision is not None and not re.fullmatch(r"\w[\w.-]*", str(revision)):
+            raise UserError(f"{file}: revision={as_yaml(revision)} is not the name of a commit; correct it")
+        return Path(local_directory(f"{name}@{revision}" if revision else name, f"{file}: base_model_name_or_path"))
     if path is None:
-        file = Path(directory).expanduser() / CONFIG
         raise UserError(
             f"{file}: base_model_name_or_path={name} is not a local directory; set model.hf to the base model and"
             " adapter.hf to the adapter"

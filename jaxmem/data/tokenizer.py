@@ -91,7 +91,7 @@ class FileTokenizer:
         file = Path(local_directory(path, "data.tokenizer")).expanduser()
         file = file / "tokenizer.json" if file.is_dir() else file
         try:
-            self._content = read_file(file, MAX_TOKENIZER_BYTES)
+            self.content = read_file(file, MAX_TOKENIZER_BYTES)
         except OSError as error:
             raise UserError(
                 f"data.tokenizer={path}: cannot read {file.absolute()}: {error.strerror}; use data.tokenizer=bytes"
@@ -109,13 +109,13 @@ class FileTokenizer:
         self.end = self._end_token(file.with_name("tokenizer_config.json"))
         self.ends = frozenset({self.end, *self._other_ends(file.parent)})
         self.begin = self._begin_tokens()
-        self.identity = f"sha256:{hashlib.sha256(self._content).hexdigest()},end={self.end}"
+        self.identity = f"sha256:{hashlib.sha256(self.content).hexdigest()},end={self.end}"
 
     def _read(self) -> Implementation:
         from tokenizers import Tokenizer as Implementation
 
         with self._errors_of_file():
-            tokenizer = Implementation.from_buffer(self._content)
+            tokenizer = Implementation.from_buffer(self.content)
             for part in (tokenizer.normalizer, tokenizer.decoder):
                 growth = 1.0 if part is None else _growth(json.loads(part.__getstate__()))
                 if growth > MAX_GROWTH:

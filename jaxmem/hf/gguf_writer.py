@@ -17,10 +17,9 @@ import numpy as np
 from jaxmem.config import Decoder
 from jaxmem.config.gguf import INSTALL
 from jaxmem.config.gguf_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, pre_tokenizer_name
-from jaxmem.config.hf_values import read_json
 from jaxmem.config.networks import Rope
 from jaxmem.data.chat_template import template_for
-from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
+from jaxmem.data.tokenizer import FileTokenizer, Tokenizer, tokenizer_for
 from jaxmem.errors import UserError, as_yaml, nearest
 from jaxmem.hf.files import byte_tokenizer
 from jaxmem.hf.gguf import PERMUTED
@@ -166,9 +165,7 @@ def _rope_scaling(rope: Rope) -> JsonDict:
 
 def _vocabulary(tokenizer: Tokenizer, name: str, size: int) -> JsonDict:
     """The tokenizer of a model with `size` embeddings; tokens beyond those of the tokenizer are unused."""
-    place = tokenizer.directory
-    file = None if place is None else Path(name).expanduser()
-    content = byte_tokenizer() if file is None else read_json(file / "tokenizer.json" if file.is_dir() else file)
+    content = json.loads(tokenizer.content) if isinstance(tokenizer, FileTokenizer) else byte_tokenizer()
     model = content["model"]
     if tokenizer.vocab_size > size:
         raise UserError(

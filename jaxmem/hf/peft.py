@@ -20,6 +20,7 @@ from jaxmem.config import Decoder
 from jaxmem.config.adapter import Adapter, LowRank, low_rank_layers
 from jaxmem.config.hf_modules import ALL_MODULES, CONCATENATED
 from jaxmem.config.hf_values import read_json
+from jaxmem.config.hub import cached_id
 from jaxmem.config.hugging_face import decoder_fields, family_of
 from jaxmem.config.names import count_layers, split_stack
 from jaxmem.config.peft import ADAPTER, CONFIG, base_directory
@@ -240,6 +241,8 @@ def _adapter_json(
         The settings of PEFT.
     """
     common = {"task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True}
+    if base is not None and (id_and_commit := cached_id(Path(base))) is not None:
+        common["base_model_name_or_path"], common["revision"] = id_and_commit
     if adapter.kind == "prompt":
         settings = {"num_virtual_tokens": adapter.virtual_tokens, "num_transformer_submodules": 1}
         return {"peft_type": "PROMPT_TUNING", **common, **settings}

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
@@ -11,14 +12,17 @@ from typing import Unpack
 
 import jax
 
+from jaxmem.config import Data
+from jaxmem.config.combinations import OF_SOURCES
 from jaxmem.config.methods import user_objects
 from jaxmem.config.user import ModelParts, UserData
 from jaxmem.data.corpus import Corpus, Split, source_of
 from jaxmem.data.user import open_loader
 from jaxmem.distributed.agree import any_process, serialized
-from jaxmem.errors import UserError
+from jaxmem.errors import UserError, as_yaml
 from jaxmem.inference.load import is_run, model_config, open_model, open_run
 from jaxmem.inference.reference import Reference, reference_of
+from jaxmem.machine.terminal import say
 from jaxmem.step.objective import Sums, means
 from jaxmem.step.programs import Program
 from jaxmem.typing import Tree
@@ -55,6 +59,10 @@ class Evaluator(AbstractContextManager["Evaluator"]):
         """Sets the reference log-probabilities of preference pairs."""
         self._loader.corpus.references = reference.values
 
+    def summary(self) -> list[str]:
+        """Lines about records that were cut, dropped or skipped."""
+        return self._loader.corpus.summary()
+
     def __exit__(self, *_: object) -> None:
         self._loader.close()
 
@@ -73,18 +81,21 @@ def evaluate(
             return evaluator(params)
     if data is None and not is_run(run) and not model_config(run, overrides).data.held_out:
         raise UserError(f"{run}: a Hugging Face model has no held-out data; use --data FILE")
-    settings = (
-        []
-        if data is None
-        else [
-            f"data.source={source_of(data)}",
-            f"data.path={json.dumps(data)}",
-            "data.mixture=[]",
-            "data.streaming=false",
-        ]
-    )
+    settings = [] if data is None else _settings_of(data)
     program, params = open_model(run, [*settings, *overrides])
     with Evaluator(program, split="held_out" if data is None else "all") as evaluator:
         if program.cfg.objective.name == "dpo":
             evaluator.set_reference(reference_of(program.cfg))
-        return evaluator(params)
+        result = evaluator(params)
+        if jax.process_index() == 0:
+            say(*evaluator.summary(), file=sys.stderr)
+        return result
+
+
+def _settings_of(data: str) -> list[str]:
+    """Settings that replace the data of a run by these files. Settings that their source does not have are reset."""
+    source = source_of(data)
+    unused = [key for key, (_, sources) in OF_SOURCES.items() if source not in sources]
+    reset = [f"{key}={as_yaml(getattr(Data(), key.removeprefix('data.')))}" for key in unused]
+    given = [f"data.source={source}", f"data.path={json.dumps(data)}"]
+    return [*reset, *given, "data.mixture=[]", "data.streaming=false"]

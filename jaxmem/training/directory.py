@@ -125,7 +125,8 @@ def write_description(plan: Plan, directory: Path, *, is_new: bool) -> None:
     from jaxmem.inference.load import HF_FOLDER
 
     cfg = plan.program.cfg
-    save_config(cfg, directory / "config.yaml")
+    # `checkpoint.resume: never` is about this start; `jaxmem train RUN` resumes the run.
+    save_config(cfg.replace(checkpoint={"resume": "auto"}), directory / "config.yaml")
     write_file(directory / "plan.json", json.dumps(plan.as_json(), indent=2) + "\n")
     write_file(directory / "memory.json", json.dumps(plan.history) + "\n")
     hf_files = directory / HF_FOLDER

@@ -131,15 +131,19 @@ def finished_line(built: Program, before: JsonView, step: int, directory: Path) 
     return f"{line}; set another name for a new run, or train.steps above {step} to continue this one"
 
 
-def last_line(cfg: Config, step: int, directory: Path) -> str:
-    """The end of a run, and the commands that use or continue it."""
-    if step < cfg.steps:
-        again = "to continue, run the same command again"
+def last_line(cfg: Config, step: int, directory: Path, *, data_ended: bool = False) -> str:
+    """The end of a run, and the commands that use or continue it. `data_ended`: no batch is left."""
+    if step < cfg.steps and not data_ended:
+        change = " with checkpoint.resume=auto" if cfg.checkpoint.resume == "never" else ""
+        again = f"to continue, run the same command again{change}"
         if not _needs_script(cfg) and cfg.user.is_empty:
             again += f", or jaxmem train {directory}"
         return f"stopped after step {step} of {cfg.steps}, saved in {directory}; {again}"
+    epochs = f" (data.epochs={cfg.data.epochs})" if cfg.data.epochs else ""
+    done = f"the data ended after step {step} of {cfg.steps}{epochs}" if data_ended else f"{step} steps"
+    done = f"done: {done}, saved in {directory}"
     if _needs_script(cfg):
-        return f"done: {step} steps, saved in {directory}"
+        return done
     use = [f"evaluate {directory}"]
     if cfg.reads_text:
         is_chat = cfg.data.source in ("chat", "preference")
@@ -150,7 +154,7 @@ def last_line(cfg: Config, step: int, directory: Path) -> str:
             *use,
             *(f"export {directory} DIR{option}" for option in options),
         ]
-    return "\n  ".join([f"done: {step} steps, saved in {directory}; next:", *(f"jaxmem {command}" for command in use)])
+    return "\n  ".join([f"{done}; next:", *(f"jaxmem {command}" for command in use)])
 
 
 def _needs_script(cfg: Config) -> bool:

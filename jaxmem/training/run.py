@@ -182,6 +182,7 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
 
         keep_directory()
         batches = iter(loader)
+        data_ended = False
         while step < cfg.steps and (batch := next(batches, None)) is not None:
             step += 1
             profile.before(step)
@@ -202,12 +203,17 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
                 save(held_out if is_evaluated else None, force=last)
             if last:
                 break
+        else:
+            data_ended = step < cfg.steps
         _flush(telemetry, loader)
-        save(force=True)  # has an effect if the data ended before the last step
+        if evaluate and data_ended and telemetry.last and step % (cfg.train.evaluate_every or 1):
+            held_out = evaluate(state.params, cfg.train.evaluate_batches)
+            telemetry.held_out(step, held_out)
+        save(held_out, force=True)  # has an effect if the data ended before the last step
         checkpoints.wait()
         for line in loader.corpus.summary():
             progress.say(line)
-        progress.say(lines.last_line(cfg, step, directory))
+        progress.say(lines.last_line(cfg, step, directory, data_ended=data_ended))
     return Result(directory, step, telemetry.last, held_out, lambda: state, built, stop.exit_code, plan)
 
 

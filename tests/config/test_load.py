@@ -83,6 +83,12 @@ def test_text_that_yaml_1_1_takes_for_something_else(text):
     assert load_config(TINY, [f"data.tokenizer={text}"]).data.tokenizer == text
 
 
+@pytest.mark.parametrize("path", ["runs/🚀", "runs/\udcff", "C:\\x"])
+def test_text_in_json_is_the_same_text(path):
+    """JSON escapes a character beyond 16 bits as two, and a byte of a path that is not UTF-8 as one."""
+    assert load_config(TINY, [f"output={json.dumps(path)}"]).output == path
+
+
 @pytest.mark.parametrize("override", ["objective=classify", "objective={name: classify}", "objective.name=classify"])
 def test_objective_short_form(override):
     cfg = load_config(PICTURES, [override, "objective.label_smoothing=0.1"])

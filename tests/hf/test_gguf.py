@@ -296,6 +296,15 @@ def test_a_file_has_the_template_of_the_data(tmp_path: Path, compare) -> None:
         hf.save_gguf(model, tmp_path / "none.gguf", **options)
 
 
+def test_a_file_has_a_large_tokenizer_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
+    monkeypatch.setattr("jaxmem.data.tokenizer.local_directory", lambda *_: str(tmp_path))
+    monkeypatch.setattr("jaxmem.config.hf_values.MAX_BYTES", 64)  # of files of settings, not of a tokenizer
+    model = build(Decoder(**SMALL), nnx.Rngs(0))
+    hf.save_gguf(model, tmp_path / "x.gguf", tokenizer="org/name")
+    assert read_gguf(tmp_path / "x.gguf").metadata["tokenizer.ggml.tokens"][97] == "a"
+
+
 @pytest.mark.parametrize(
     ("kind", "stored", "worst"),
     [

@@ -17,10 +17,13 @@ from safetensors.numpy import load_file, save_file
 from jaxmem import hf
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import load_config
+from jaxmem.config.adapter import Adapter
+from jaxmem.config.peft import base_of
 from jaxmem.errors import UserError
 from jaxmem.hf.peft import check_adapter
 from jaxmem.inference.load import initial_state, open_model
 from jaxmem.step.programs import program
+from tests.hf.hub_server import COMMIT
 
 HERE = Path(__file__).parent
 PEERS = np.load(HERE / "data" / "peft.npz")
@@ -128,7 +131,8 @@ def test_what_does_not_fit(place, tmp_path, peft):
         ({"target_modules": "all"}, r"target_modules selects no layer of the model"),
         ({"target_modules": ["input_layernorm"]}, "input_layernorm is not supported; expected one of down_proj"),
         ({"use_bdlora": True, "peft_type": "LOHA"}, 'peft_type="LOHA" is not supported; expected LORA or PROMPT_TUN'),
-        ({"base_model_name_or_path": "meta/Llama"}, r"base_model_name_or_path=meta/Llama is not a local directory"),
+        ({"base_model_name_or_path": "meta/Llama"}, r"base_model_name_or_path=meta/Llama is neither a local path nor"),
+        ({"base_model_name_or_path": "meta/Llama", "revision": "../x"}, r"revision=../x is not the name of a commit"),
         ({"base_model_name_or_path": "a\0b" + "c" * 9000}, r"is not a local directory"),
         ({"use_bdlora": {"nblocks": 2}}, r"use_bdlora=.* is not supported"),
         ({"kasa_config": {"beta": 0.1}}, r"kasa_config=.* is not supported"),
@@ -173,3 +177,15 @@ def test_a_base_of_the_same_shape_and_other_weights(place, tmp_path, peft):
             UserError, match=rf"adapter\.hf=.*{adapter} was trained on other weights than model\.hf=.*other"
         ):
             open_model(other, [f"adapter.hf={tmp_path / adapter}"])
+
+
+def test_a_base_in_the_cache_has_its_name_on_the_hub(place, tmp_path, monkeypatch):
+    """So that the adapter can be used on other machines."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    base = tmp_path / "models--org--name" / "snapshots" / COMMIT
+    shutil.copytree(place / "llama3", base)
+    params = {"prompt": {"weight": jnp.ones((2, 32))}}
+    hf.save_adapter(params, Adapter(kind="prompt", virtual_tokens=2), tmp_path / "out", base=str(base))
+    settings = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert (settings["base_model_name_or_path"], settings["revision"]) == ("org/name", COMMIT)
+    assert base_of(tmp_path / "out") == base

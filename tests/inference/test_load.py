@@ -17,6 +17,7 @@ from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.cli.start import load
 from jaxmem.config import Decoder, load_config, save_config
 from jaxmem.config.hub import is_tokenizer_of
+from jaxmem.inference.evaluate import _settings_of, evaluate
 from jaxmem.inference.export import export_model
 from jaxmem.inference.generate import Generator
 from jaxmem.inference.load import initial_state, model_config, open_model
@@ -126,3 +127,21 @@ def test_a_run_of_pipeline_stages_is_opened_on_another_number_of_devices(tmp_pat
     expected = program(load_config(settings()), jax.devices()[:1]).initialise().params
     jax.tree.map(np.testing.assert_array_equal, params, expected)
     next(Generator(built, params)([np.arange(5, dtype=np.int32)], 1))
+
+
+def test_other_data_do_not_have_the_settings_of_the_data_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    data = {"source": "chat", "path": "chats.jsonl", "chat_template": str(tmp_path / "chat.jinja")}
+    raw = settings(data={**data, "on_overlong": "drop", "on_invalid": "skip"})
+    save_config(load_config(raw), tmp_path / "run/config.yaml")
+    for name, on_overlong in (("a 🚀.txt", "cut"), ("chats.jsonl", "drop")):
+        (file := tmp_path / name).write_text('{"messages": []}')
+        here = model_config(tmp_path / "run", _settings_of(str(file))).data
+        assert (here.path, here.on_overlong) == (str(file), on_overlong)
+
+
+@pytest.mark.exhaustive
+def test_an_evaluation_names_the_records_that_it_skips(base: Path, tmp_path: Path, capsys: Any) -> None:
+    (file := tmp_path / "texts.jsonl").write_text('{"text": "some words"}\n{\n')
+    evaluate(base, str(file), ["data.on_invalid=skip", "data.sequence_length=16"])
+    assert capsys.readouterr().err == "of 2 documents read: 1 invalid ones skipped\n"

@@ -121,6 +121,15 @@ def test_a_directory_that_cannot_be_created_is_named(tmp_path):
         pass
 
 
+def test_a_run_that_did_not_resume_is_resumed_by_its_directory(tmp_path):
+    cfg = load_config(
+        {"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 1}, "checkpoint": {"resume": "never"}}
+    )
+    plan = SimpleNamespace(program=SimpleNamespace(cfg=cfg), as_json=dict, history=[])
+    write_description(plan, tmp_path, is_new=True)
+    assert load_config(tmp_path / "config.yaml") == cfg.replace(checkpoint={"resume": "auto"})
+
+
 def test_a_run_that_starts_again_has_the_files_of_its_new_base(tmp_path, compare):
     """An earlier attempt of the same name may have had another base; a resumed run keeps its files."""
     folder = tmp_path / "run"

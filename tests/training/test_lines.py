@@ -53,6 +53,17 @@ def test_no_command_is_proposed_for_what_only_a_script_has(monkeypatch: pytest.M
     assert "jaxmem train runs/a" in last_line(config(), 5, Path("runs/a"))
 
 
+def test_the_end_of_the_data_is_the_end_of_a_run() -> None:
+    ended = last_line(config(data={"epochs": 2}), 7, Path("runs/a"), data_ended=True)
+    assert ended.startswith("done: the data ended after step 7 of 500 (data.epochs=2), saved in runs/a; next:\n")
+    assert "jaxmem generate runs/a" in ended
+
+
+def test_the_same_command_would_not_continue_a_run_that_never_resumes() -> None:
+    line = last_line(config(checkpoint={"resume": "never"}), 5, Path("runs/a"))
+    assert "run the same command again with checkpoint.resume=auto, or jaxmem train runs/a" in line
+
+
 def test_how_often_a_run_reads_its_data() -> None:
     def line(tokens: float, documents: int, batch: int = 16, **data: Any) -> str:
         fields = {"noun": "conversations", "documents_per_record": 1, "__len__": lambda _: documents}

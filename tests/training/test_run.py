@@ -140,11 +140,19 @@ def test_the_best_checkpoint_is_kept(config):
 @pytest.mark.exhaustive
 def test_the_data_may_end_first(config, capsys):
     few = {"epochs": 1, "held_out": 0.78}  # a fifth of the text to train on
-    result = run(config(data=few, train={"steps": 10_000, "log_every": 100}, checkpoint={"every": None}))
+    train = {"steps": 10_000, "log_every": 100, "evaluate_every": 5_000, "evaluate_batches": 2}
+    cfg = config(data=few, train=train, checkpoint={"every": None, "resume": "never"})
+    result = run(cfg)
     assert 0 < result.step < 10_000
-    assert f"stopped after step {result.step} of 10000" in capsys.readouterr().out
+    assert f"done: the data ended after step {result.step} of 10000 (data.epochs=1)" in capsys.readouterr().out
+    assert result.held_out["loss"] > 0
     with Checkpoints(result.directory / "checkpoints", read_only=True) as checkpoints:
         assert checkpoints.latest() == result.step
+    before = metrics(result.directory)
+    saved = load_config(result.directory / "config.yaml")
+    assert saved.checkpoint.resume == "auto"
+    assert run(saved).step == result.step
+    assert metrics(result.directory) == before, "nothing is left to train on, nor to evaluate"
 
 
 @pytest.mark.exhaustive
