@@ -31,7 +31,7 @@ from jaxmem.kernels import triton_launch
 from jaxmem.kernels.grouped_matmul import map_groups, sort_rows, sum_of_groups
 from jaxmem.kernels.support import Request, attention_refusal, experts_refusal, triton_refusal
 from jaxmem.kernels.validation import PLAIN
-from jaxmem.machine.devices import cudnn_remedy
+from jaxmem.machine.devices import cudnn_remedy, package_versions
 from jaxmem.models.mixture import matrices
 from jaxmem.quant import FORMATS, quantize
 from jaxmem.quant.precision import compute_dtype
@@ -322,7 +322,9 @@ def failure(setting: str, implementation: str, call: Request | str) -> str | Non
     device = jax.local_devices()[0]
     if isinstance(call, Request):
         call = dataclasses.replace(call, queries=LENGTH, keys=LENGTH, batch=2, heads=4, max_segments=4)
-    facts = [device.device_kind, jax.__version__, setting, implementation, str(call)]
+    # The version of the platform has that of CUDA and of the driver.
+    versions = package_versions(("jax", "jaxlib", "jax-triton", "jaxmem")) | {"": device.client.platform_version}
+    facts = [device.device_kind, versions, setting, implementation, str(call)]
     seen = _directory() / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
     if seen.exists():
         return None

@@ -118,8 +118,10 @@ def _sums_of_user(user: UserObjects, network: Any, batch: Batch, keys: jax.Array
     else:
         batch = {name: x for name, x in batch.items() if name in user.data.first}
     if isinstance(network, FlaxNetwork):
-        floating = {name: x for name, x in batch.items() if jnp.issubdtype(x.dtype, jnp.floating)}
-        batch = batch | {name: x.astype(network.dtype) for name, x in floating.items()}
+        # A sum over more than 256 values of a mask would be rounded in bfloat16.
+        kept = () if user.data else ("mask",)
+        floating = [name for name, x in batch.items() if jnp.issubdtype(x.dtype, jnp.floating) and name not in kept]
+        batch = batch | {name: batch[name].astype(network.dtype) for name in floating}
         network = network.prepared(keys)
     with jax.numpy_dtype_promotion("standard"):
         result = loss_function(network, batch, *([keys] if user.loss_with_keys else []))

@@ -32,6 +32,15 @@ def test_a_right_kernel_passes_once(monkeypatch):
     assert failure("memory.attention", "cudnn", CALL) is None
 
 
+def test_a_kernel_that_passed_is_checked_again_with_other_versions(monkeypatch):
+    monkeypatch.setattr(kernel_choice, "_difference", lambda *_: None)
+    assert failure("memory.attention", "cudnn", CALL) is None
+    monkeypatch.setattr(kernel_choice, "_difference", lambda *_: "wrong")
+    assert failure("memory.attention", "cudnn", CALL) is None
+    monkeypatch.setattr(kernel_choice, "package_versions", lambda _: {"jax-triton": "9"})
+    assert failure("memory.attention", "cudnn", CALL) == "wrong"
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("output", "name"), [(0, "output"), (1, "dk")])
 def test_a_wrong_kernel_is_found(output, name, monkeypatch):

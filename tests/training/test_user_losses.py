@@ -284,6 +284,29 @@ def test_a_micro_batch_of_padding_has_no_gradient():
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
+class OnImages(nnx.Module):
+    def __init__(self, rngs):
+        self.out = nnx.Linear(64, 10, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(x.reshape(len(x), -1))
+
+
+def test_the_mask_stays_in_float32():
+    """In bfloat16 a count of more than 256 rows would be rounded."""
+    counts = []
+
+    def loss(model, batch):
+        logits = model(batch["inputs"])
+        counts.append(jnp.sum(batch["mask"]).dtype)
+        return jnp.mean(logits.astype(jnp.float32) ** 2)
+
+    sections = {"data": {"source": "digits"}, "batch": {"global_size": 8}, "precision": {"compute": "bfloat16"}}
+    cfg = config_with({"name": "x", "train": {"steps": 1}, **sections}, model=OnImages, loss=loss)
+    program(cfg, jax.devices()[:1]).lower_step()
+    assert {*counts} == {jnp.dtype(jnp.float32)}
+
+
 @pytest.mark.parametrize("update", ["after", "during"])
 def test_a_metric_with_the_name_of_the_losses_of_routers_is_not_trained(update):
     def loss(model, batch):
