@@ -11,7 +11,7 @@ import typer
 from jaxmem.cli.options import Json, Model, Overrides, Seed, Simulate, StopTexts, Temperature, Tokens, TopK, TopP
 from jaxmem.cli.start import is_first_process, joined, only_json, print_text, run_config, show, take_devices
 from jaxmem.errors import UserError
-from jaxmem.machine.terminal import say
+from jaxmem.machine.terminal import say, say_text
 
 
 def generate(
@@ -81,9 +81,17 @@ def chat(
         if line == "/new":
             messages = list(first)
         elif line:
-            messages.append({"role": "user", "content": line})
+            question = {"role": "user", "content": line}
+            try:
+                texts = model.answer([*messages, question])
+            except UserError as error:  # of this message, such as a special token in it
+                if not sys.stdin.isatty():
+                    raise
+                say_text(f"error: {error}", file=sys.stderr)
+                continue
+            messages.append(question)
             answer = ""
-            for text in model.answer(messages):
+            for text in texts:
                 answer += text
                 print_text(text)
             print_text("\n")

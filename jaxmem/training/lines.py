@@ -146,7 +146,9 @@ def last_line(cfg: Config, step: int, directory: Path, *, data_ended: bool = Fal
         return done
     use = [f"evaluate {directory}"]
     if cfg.reads_text:
-        is_chat = cfg.data.source in ("chat", "preference")
+        data = cfg.data
+        has_template = data.chat_template is not None or data.tokenizer != "bytes"  # pairs of texts need none
+        is_chat = has_template and any(source.source in ("chat", "preference") for source in data.mixture or (data,))
         kind = cfg.adapter.kind
         options = (" --adapter", " --merge") if kind in LOW_RANK else (" --adapter",) if kind == "prompt" else ("",)
         use = [

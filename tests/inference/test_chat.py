@@ -180,6 +180,16 @@ def test_a_conversation_cannot_be_forged_and_needs_a_template(model: Path, tmp_p
     assert (code, "no chat template" in err) == (2, True)
 
 
+def test_a_message_that_is_refused_does_not_end_a_conversation_on_a_terminal(model: Path, capsys, monkeypatch) -> None:
+    for is_terminal in (True, False):
+        text = io.StringIO("<|endoftext|>\n")
+        monkeypatch.setattr(text, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        monkeypatch.setattr("sys.stdin", text)
+        code, _, err = run(capsys, "chat", str(model))
+        assert err.startswith("error: <|endoftext|> is a special token of the model")
+        assert code == (0 if is_terminal else 2)
+
+
 @pytest.mark.exhaustive
 def test_a_batch_of_conversations_has_the_answers_of_each(model: Path) -> None:
     conversations = [[{"role": "user", "content": text}] for text in ("one", "a longer text", "b")]

@@ -53,6 +53,19 @@ def test_no_command_is_proposed_for_what_only_a_script_has(monkeypatch: pytest.M
     assert "jaxmem train runs/a" in last_line(config(), 5, Path("runs/a"))
 
 
+def test_chat_is_proposed_for_a_run_with_a_template() -> None:
+    pairs = {"source": "preference", "path": "pairs.jsonl"}
+    chats = {"source": "chat", "path": "chats.jsonl"}
+    template = {"chat_template": "chat.jinja"}
+    for data, objective, is_chat in (
+        ({**pairs, "packing": False}, "dpo", False),
+        ({**pairs, "packing": False, **template}, "dpo", True),
+        ({"mixture": [chats, {"source": "stdlib"}], **template}, "next_token", True),
+    ):
+        line = last_line(config(data=data, objective=objective), 500, Path("runs/a"))
+        assert ("jaxmem chat runs/a" in line) == is_chat
+
+
 def test_the_end_of_the_data_is_the_end_of_a_run() -> None:
     ended = last_line(config(data={"epochs": 2}), 7, Path("runs/a"), data_ended=True)
     assert ended.startswith("done: the data ended after step 7 of 500 (data.epochs=2), saved in runs/a; next:\n")
