@@ -206,6 +206,7 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
         else:
             data_ended = step < cfg.steps
         _flush(telemetry, loader)
+        telemetry.finish()
         if evaluate and data_ended and telemetry.last and step % (cfg.train.evaluate_every or 1):
             held_out = evaluate(state.params, cfg.train.evaluate_batches)
             telemetry.held_out(step, held_out)

@@ -18,7 +18,7 @@ from jaxmem.step.state import MIN_SCALE
 from jaxmem.step.step import Metrics
 from jaxmem.training.progress import Progress, Work
 from jaxmem.training.trackers import Trackers
-from jaxmem.typing import Tree
+from jaxmem.typing import JsonDict, Tree
 
 HELD_OUT = "held_out_"  # before the names of an evaluation's metrics
 ADVICE = "lower optimizer.learning_rate or optimizer.clip"
@@ -82,8 +82,17 @@ class Telemetry:
                 raise DivergedError(finding, self._overflow_advice if math.isfinite(loss) else ADVICE)
             self._progress.say(f"{finding}: update skipped")
         if row := self._progress.update(step, self.last, work):
-            del row["step"]
-            self._trackers.log(step, row)
+            self._log(row)
+
+    def finish(self) -> None:
+        """Logs the last step of a run whose data has ended, or that was stopped, between two logged steps."""
+        self.flush()
+        if self._progress.has_unlogged_steps:
+            self._log(self._progress.row(self.last))
+
+    def _log(self, row: JsonDict) -> None:
+        step = row.pop("step")
+        self._trackers.log(step, row)
 
     @property
     def _overflow_advice(self) -> str:

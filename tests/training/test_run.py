@@ -149,6 +149,7 @@ def test_the_data_may_end_first(config, capsys):
     with Checkpoints(result.directory / "checkpoints", read_only=True) as checkpoints:
         assert checkpoints.latest() == result.step
     before = metrics(result.directory)
+    assert max(row["step"] for row in before if "loss" in row) == result.step
     saved = load_config(result.directory / "config.yaml")
     assert saved.checkpoint.resume == "auto"
     assert run(saved).step == result.step
