@@ -130,11 +130,7 @@ def _multiply(
 
     def of_shards(a: jax.Array, b: jax.Array) -> jax.Array:
         # Otherwise XLA transposes the stack of all layers from which a saved x is sliced.
-        return dot(
-            contracted,
-            dtype,
-            *(with_layout_constraint(operand, Layout(tuple(range(operand.ndim)))) for operand in (a, b)),
-        )
+        return dot(contracted, dtype, _row_major(a), _row_major(b))
 
     return map_dot(of_shards, contracted, shards)(x, y)
 

@@ -8,7 +8,8 @@ import pytest
 from jaxmem.config import Config
 from jaxmem.config.base import Section
 from jaxmem.config.networks import Decoder
-from tests.support.pairs import PICTURES, SETTINGS, UNTRIED, Cover, Outcome, Results, field, outcome, refusal
+from tests.support.pair_settings import PICTURES, SETTINGS, UNTRIED, field, refusal
+from tests.support.pairs import Cover, Outcome, Results, outcome
 
 ROW = (
     "rules.optimizer=[replica]", "mesh.replica=2", "mesh.context=2", "batch.accumulate=2",
