@@ -39,6 +39,7 @@ class Objective:
     loss_parts: Callable[[Any, Batch], list[NetworkPart]]  # from the result of the network to the sums
     is_of_script: bool = False  # a script's loss is one part, also if the network names its parts
     needs_all_rows: bool = False  # the loss of a row depends on the other rows of its micro-batch
+    count_losses: Callable[[jax.Array], float] = len  # of a micro-batch, from its mask [rows, ...]; a loss for each row
 
     def __call__(self, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
         return self.sums(network, self.features(network, batch, keys), batch)
@@ -81,7 +82,8 @@ def objective_of(complete: config.Config) -> Objective:
         "regress_l2": (_images, partial(_last, partial(_regress, jnp.square))),
         "contrastive": (_pairs, partial(_last, partial(_contrastive, cfg))),
     }
-    return Objective(*parts[cfg.name], needs_all_rows=cfg.name == "contrastive")
+    counts: dict[str, Callable[[jax.Array], float]] = {"next_token": jnp.size, "dpo": lambda mask: len(mask) / 2}
+    return Objective(*parts[cfg.name], needs_all_rows=cfg.name == "contrastive", count_losses=counts.get(cfg.name, len))
 
 
 def means(sums: Sums) -> dict[str, jax.Array]:

@@ -105,9 +105,7 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
     axes = model.select(model.axes)
     scale = jnp.float32(1)
     if state.loss_scale:  # the scale is for the mean loss of a micro-batch, but objectives return sums
-        rows = row_keys.shape[1]
-        counts = {"next_token": batch["mask"][0].size, "dpo": rows / 2}  # losses of tokens, or of pairs of rows
-        scale = state.loss_scale.scale / counts.get(cfg.objective.name, rows)
+        scale = state.loss_scale.scale / objective.count_losses(batch["mask"][0])
 
     def loss(proxies: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
         """The loss of a micro-batch. Stacks apply the hooks of their weights layer by layer."""
