@@ -61,7 +61,8 @@ from tests.support.pair_settings import NEUTRAL, SETTINGS, Row, config, field, o
 triton_launch.INTERPRETER = interpreter.interpret
 
 SLOW = ("galore", "memory.experts=triton")
-LONGEST = 28  # settings of a row
+LONGEST = 40  # settings of a row
+DRAWN = 20  # rows of which the one with the most pairs that are left is tried
 FRESH = 10  # rows after which compiled programs are forgotten
 
 
@@ -110,8 +111,11 @@ class Cover:
                 self.refused[frozenset(first)] = message
                 self.left.discard(frozenset(first))
             else:
-                return self._longer(first)
+                return max((self._longer(first) for _ in range(DRAWN)), key=self._gain)
         return None
+
+    def _gain(self, row: Row) -> int:
+        return sum(frozenset(pair) in self.left for pair in itertools.combinations(row, 2))
 
     def _longer(self, row: Row) -> Row:
         """The row with a setting for other fields, each with a pair that is left."""
