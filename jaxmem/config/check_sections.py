@@ -45,6 +45,9 @@ def check_data(cfg: Config) -> Iterator[str]:
     streams = [name for name, kind in SOURCES.items() if kind.contents in ("text", "chat") and kind.needs_path]
     for kind in sorted(kinds - {*streams}) if data.streaming else ():
         yield unsupported("data.streaming=true", f"data.source={kind}", f"data.streaming=false, or {one_of(streams)}")
+    if data.streaming and data.held_out and "text" in kinds:
+        why = "they are a share of the first file, and a text file is one record; use data.held_out=0"
+        yield f"data.streaming=true has no held-out records of data.source=text (data.held_out={data.held_out:g}): {why}"
     if cfg.objective.name == "dpo" and cfg.batch.global_size // cfg.batch.accumulate % 2:
         rows = cfg.batch.global_size // cfg.batch.accumulate
         given = f"batch.global_size={cfg.batch.global_size} with batch.accumulate={cfg.batch.accumulate}"

@@ -24,6 +24,7 @@ from jaxmem.machine.devices import visible_count
 Scheduler: TypeAlias = Any  # a subclass of ClusterEnv in jax._src.clusters, which is not public
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 ALL = ", ".join(VARIABLES)
+LAUNCH = "JAXMEM_LAUNCH"  # a variable with the id of a `jaxmem launch`, the same when it starts processes again
 # Variables of launchers that JAX does not support: the number of processes, and the number of this process.
 UNSUPPORTED = (("PMI_SIZE", "PMI_RANK"), ("PMIX_SIZE", "PMIX_RANK"), ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"))
 
@@ -44,6 +45,16 @@ class Cluster:
     @property
     def host(self) -> str:
         return self.address.rpartition(":")[0].strip("[]")
+
+
+def jobs(*, started_again: bool = False) -> list[str]:
+    """The ids of the launch and of the Slurm job to which this process belongs. `started_again`: only if an earlier
+    process may have belonged to it."""
+    launch = os.environ.get(LAUNCH)
+    slurm = os.environ.get("SLURM_JOB_ID")
+    if started_again and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+        slurm = None
+    return [*([f"launch {launch}"] if launch else []), *([f"slurm {slurm}"] if slurm else [])]
 
 
 def find(timeout: float = 300) -> Cluster | None:

@@ -12,12 +12,13 @@ import os
 import signal
 import socket
 import sys
+import uuid
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TextIO
 
-from jaxmem.distributed.cluster import visible_gpus
+from jaxmem.distributed.cluster import LAUNCH, visible_gpus
 from jaxmem.errors import UserError
 from jaxmem.machine.devices import simulation_environment
 
@@ -46,8 +47,9 @@ def launch(command: Sequence[str], processes: int, devices: int | None = None, r
     if not command:
         raise UserError("launch: the command is missing; use jaxmem launch -n 2 -- jaxmem train configs/demo.yaml")
     variables = environments(processes, devices)
+    launch_id = {LAUNCH: uuid.uuid4().hex}
     while True:
-        code, killed = asyncio.run(_run(command, variables))
+        code, killed = asyncio.run(_run(command, [environment | launch_id for environment in variables]))
         left = len(variables) - killed
         if not killed or not left or not restarts:
             return code

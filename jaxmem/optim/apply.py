@@ -85,6 +85,27 @@ def sliced_sums(update: Callable[[jax.Array, SumOverSlices], Any], count: int) -
     return known
 
 
+@dataclass(frozen=True)
+class Writer:
+    """Adds updates to weights, as `apply_updates` with this key and kernel."""
+
+    key: jax.Array | None
+    kernel: Literal["auto", "none", "triton"] = "none"
+
+    def __call__(
+        self,
+        params: Tree,
+        updates: Tree,
+        axes: AxesTree,
+        *,
+        layer: jax.Array | None = None,
+        vocab_slice: VocabSlice | None = None,
+    ) -> Tree:
+        return apply_updates(
+            params, updates, self.key, axes, layer=layer, vocab_slice=vocab_slice, kernel=self.kernel
+        )
+
+
 @purpose("update")
 def apply_updates(
     params: Tree,

@@ -13,15 +13,13 @@ from typing import Any
 import jax
 import optax
 
+from jaxmem.optim.apply import Writer
 from jaxmem.sharding.arrays import constrain
 from jaxmem.sharding.gathering import stored_axes
 from jaxmem.sharding.table import Axes, Role, is_axes
 from jaxmem.sharding.trees import select
 from jaxmem.sharding.weights import is_quantized
 from jaxmem.typing import Tree
-
-Write = Callable[..., Any]  # `optim.apply_updates`, with its key
-
 
 @dataclass(frozen=True)
 class ParameterGroup:
@@ -47,7 +45,7 @@ class ParameterGroup:
         """This group's part of an optimizer's state."""
         return select(opt_state, self.state_axes, is_leaf=is_axes)
 
-    def update(self, grads: Tree, state: Tree, params: Tree, write: Write, **extra: Any) -> tuple[Tree, Tree]:
+    def update(self, grads: Tree, state: Tree, params: Tree, write: Writer, **extra: Any) -> tuple[Tree, Tree]:
         """Returns new parameters and new state. With `layer`, these are of one layer of stacked parameters."""
         layer = extra.get("layer")
         vocab_slice = extra.get("vocab_slice")

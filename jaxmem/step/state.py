@@ -114,6 +114,11 @@ class StateSpec:
         chosen = self.model.execution.kernels.update
         return self.cfg.optimizer.kernel if chosen is not None and chosen.implementation == "triton" else "none"
 
+    @cached_property
+    def trainable(self) -> ParameterGroup:
+        """The trainable parameters, and their optimizer."""
+        return ParameterGroup(self.optimizer, self.model.select(self.model.axes), self.opt_axes)
+
     def group(self, params: Tree) -> ParameterGroup:
         """The optimizer of some of the trainable parameters: `params` is a tree of only these."""
         if not self._can_update_in_parts:

@@ -20,7 +20,6 @@ In order:
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,8 @@ import optax
 
 from jaxmem import optim
 from jaxmem.errors import UserError
-from jaxmem.optim.groups import Write, constrain_tree
+from jaxmem.optim.apply import Writer
+from jaxmem.optim.groups import constrain_tree
 from jaxmem.optim.in_place import gather_in_place
 from jaxmem.quant.precision import Params
 from jaxmem.sharding.gathering import stored_axes
@@ -52,7 +52,7 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
         key = jax.random.fold_in(spec.key, state.step)
         row_keys = jax.random.split(key, batch["mask"].shape[:2])
         rounding = jax.random.fold_in(key, _ROUNDING_KEY) if cfg.precision.stochastic_rounding else None
-        write = partial(optim.apply_updates, key=rounding, kernel=spec.update_kernel)
+        write = Writer(rounding, spec.update_kernel)
         if cfg.memory.update == "during":
             params, opt_state, sums, squares = _update_during(spec, state, batch, row_keys, write)
             return TrainState(state.step + 1, params, opt_state), _metrics(spec, state, sums, squares)
@@ -78,7 +78,7 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
 
 
 def _update_during(
-    spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.Array, write: Write
+    spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.Array, write: Writer
 ) -> tuple[Params, Tree, Sums, jax.Array]:
     """Gradients and updates in one backward pass: `update_during_backward`, on pipeline stages `update_in_stages`."""
     if spec.model.forward_state:
@@ -146,7 +146,7 @@ def _update(
     state: TrainState,
     grads: Params,
     norm: jax.Array,
-    write: Write,
+    write: Writer,
     after: Tree,
     finite: jax.Array | None,
 ) -> tuple[Params, Tree]:
@@ -154,8 +154,7 @@ def _update(
     changes; None: not tested."""
     model = spec.model
     params = model.select(state.params)
-    axes = model.select(model.axes)
-    stored = stored_axes(axes, params)
+    stored = stored_axes(spec.trainable.axes, params)
     on_host = spec.offloads("optimizer")
 
     def update(grads: Params) -> tuple[Params, Tree]:
@@ -166,8 +165,7 @@ def _update(
             return merge(params, *new), optim.record_norm(merge(state.opt_state, *states), norm)
         # With the norm that the metrics have, XLA reads the gradients once for both; otherwise it would sum them again
         # while it clips them, and could not clip them in place.
-        updates, opt_state = spec.optimizer.update(grads, state.opt_state, params, norm=norm)
-        return write(params, updates, axes=axes), opt_state
+        return spec.trainable.update(grads, state.opt_state, params, write, norm=norm)
 
     if finite is None:
         new, opt_state = update(grads)
@@ -178,9 +176,8 @@ def _update(
             finite, lambda grads: (*update(grads), after), lambda _: (kept, state.opt_state, before), grads
         )
     if not on_host:
-        # The cast runs in the sharding of the optimizer state, before the all-gather; otherwise float32 would be sent.
         # The all-gather comes after the cond: XLA would copy the old weights if its loop were in a branch of the cond.
-        new = gather_in_place(params, constrain_tree(new, stored, "optimizer"), stored)
+        new = gather_in_place(params, new, stored)
     return model.with_forward_state(model.selection.merge(state.params, new), after), opt_state
 
 

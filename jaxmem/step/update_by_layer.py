@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.models.vocab_slices import VocabSlices
-from jaxmem.optim.apply import sum_of_squares
-from jaxmem.optim.groups import ParameterGroup, Write, constrain_tree
+from jaxmem.optim.apply import Writer, sum_of_squares
+from jaxmem.optim.groups import ParameterGroup, constrain_tree
 from jaxmem.quant.precision import Params
 from jaxmem.sharding.arrays import constrain, map_layers, row_major_if_gathered
 from jaxmem.sharding.gathering import stored_axes
@@ -35,7 +35,7 @@ from jaxmem.typing import Tree
 
 
 def update_singly(
-    spec: StateSpec, params: Params, grads: Params, opt_state: Tree, write: Write, norm: jax.Array | None
+    spec: StateSpec, params: Params, grads: Params, opt_state: Tree, write: Writer, norm: jax.Array | None
 ) -> tuple[list[Tree], list[Tree]]:
     """Updates parameters one after the other, and a stack layer by layer.
 
@@ -83,7 +83,7 @@ class StackUpdate:
 
     group: ParameterGroup
     before: Tree  # the state before the update, from which each layer reads the number of earlier updates
-    write: Write
+    write: Writer
     norm: jax.Array | None
     layers: int  # number of layers of the complete stack
     first: int | jax.Array = 0  # the position of the first updated layer in the complete stack

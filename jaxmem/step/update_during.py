@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
 from jaxmem import optim
-from jaxmem.optim.apply import sum_of_squares
-from jaxmem.optim.groups import ParameterGroup, Write, constrain_tree
+from jaxmem.optim.apply import Writer, sum_of_squares
+from jaxmem.optim.groups import ParameterGroup, constrain_tree
 from jaxmem.quant.precision import Params
 from jaxmem.sharding.host import fetch_from_host, send_like
 from jaxmem.sharding.table import is_axes
@@ -44,7 +44,7 @@ from jaxmem.typing import Tree
 
 
 def update_during_backward(
-    spec: StateSpec, state: TrainState, batch: Batch, keys: jax.Array, write: Write
+    spec: StateSpec, state: TrainState, batch: Batch, keys: jax.Array, write: Writer
 ) -> tuple[Params, Tree, Sums, jax.Array]:
     """One update.
 

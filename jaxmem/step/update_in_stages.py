@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem import optim
-from jaxmem.optim.apply import sum_of_squares
-from jaxmem.optim.groups import ParameterGroup, Write, constrain_tree
+from jaxmem.optim.apply import Writer, sum_of_squares
+from jaxmem.optim.groups import ParameterGroup, constrain_tree
 from jaxmem.quant.precision import Params
 from jaxmem.sharding.table import is_axes
 from jaxmem.sharding.trees import fill, merge, single_weights, without
@@ -28,7 +28,7 @@ from jaxmem.typing import Tree
 
 
 def update_in_stages(
-    spec: StateSpec, state: TrainState, batch: Batch, keys: jax.Array, write: Write
+    spec: StateSpec, state: TrainState, batch: Batch, keys: jax.Array, write: Writer
 ) -> tuple[Params, Tree, Sums, jax.Array]:
     """One update. Arguments and results are those of `update_during_backward`."""
     model = spec.model

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.models.vocab_slices import SLICE_SIZE, VocabSlices, even_slices
-from jaxmem.optim.apply import SlicedSums, SumOverSlices, VocabSlice, sliced_sums, sum_of_squares
-from jaxmem.optim.groups import ParameterGroup, Write, constrain_tree
+from jaxmem.optim.apply import SlicedSums, SumOverSlices, VocabSlice, Writer, sliced_sums, sum_of_squares
+from jaxmem.optim.groups import ParameterGroup, constrain_tree
 from jaxmem.quant import QTensor
 from jaxmem.quant.qtensor import with_sliced_sizes
 from jaxmem.sharding.arrays import constrain
@@ -44,7 +44,7 @@ class VocabUpdate:
     dtype: np.dtype | None = None  # the dtype of the gradient; by default the dtype of the weight
     entries: int | None = None  # vocabulary entries per slice; by default slices have 16 M elements
 
-    def update(self, gradient: SliceGradient, write: Write, norm: jax.Array | None) -> tuple[Tree, Tree, jax.Array]:
+    def update(self, gradient: SliceGradient, write: Writer, norm: jax.Array | None) -> tuple[Tree, Tree, jax.Array]:
         """Returns new weights, new state and the sum of squares of the gradient."""
         if self._slices is not None and (new := self._update_slices(self._slices, gradient, write, norm)) is not None:
             return new
@@ -53,7 +53,7 @@ class VocabUpdate:
         return weights, send_like(state, self.state), sum_of_squares(grads)
 
     def _update_slices(
-        self, slices: VocabSlices, gradient: SliceGradient, write: Write, norm: jax.Array | None
+        self, slices: VocabSlices, gradient: SliceGradient, write: Writer, norm: jax.Array | None
     ) -> tuple[Tree, Tree, jax.Array] | None:
         """The result of `update`, computed slice by slice. Returns None if the optimizer needs the complete matrix."""
 

@@ -16,6 +16,7 @@ from jaxmem.config import Config
 from jaxmem.config.load import load_config
 from jaxmem.data.corpus import fingerprint
 from jaxmem.distributed.agree import gather
+from jaxmem.distributed.cluster import jobs
 from jaxmem.errors import UserError
 from jaxmem.step.programs import Program
 from jaxmem.step.state import TrainState
@@ -50,6 +51,18 @@ def refuse_another_run(built: Program, directory: Path, path: epath.Path, finger
     refuse_changes(before, after, directory, (position["fingerprint"], fingerprint))
     SavedState(built).check_base(position, directory)
     return step, before
+
+
+def resuming_own_checkpoints(cfg: Config, path: epath.Path) -> Config:
+    """The config with `checkpoint.resume: auto` if this job has saved the checkpoints, and is started again: `never` is
+    about its first start."""
+    if cfg.checkpoint.resume == "auto" or not all(gather(path.is_dir())):
+        return cfg
+    with Checkpoints(path, read_only=True) as checkpoints:
+        latest = checkpoints.read_latest()
+    saved_by = latest[1].get("jobs", []) if latest else []
+    is_own = not set(jobs(started_again=True)).isdisjoint(saved_by)
+    return cfg.replace(checkpoint={"resume": "auto"}) if is_own else cfg
 
 
 def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, JsonDict] | None:

@@ -29,6 +29,7 @@ from jaxmem.config.user import Parts
 from jaxmem.data.loader import Loader, merge_states
 from jaxmem.data.user import open_loader
 from jaxmem.distributed.agree import DelayedMax, any_process, gather, serialized
+from jaxmem.distributed.cluster import jobs
 from jaxmem.distributed.join import failing_together
 from jaxmem.errors import UserError
 from jaxmem.machine.devices import cache_compiled_programs, peak_flops
@@ -44,6 +45,7 @@ from jaxmem.training.restore import (
     newest_state,
     refuse_another_run,
     restore,
+    resuming_own_checkpoints,
 )
 from jaxmem.training.signals import StopSignal, requeued_before_training
 from jaxmem.training.telemetry import HELD_OUT, Profile, Telemetry
@@ -121,15 +123,16 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
     cache_compiled_programs(cfg.output)
     _preflight(cfg.cluster)
     devices = jax.devices() if devices is None else devices
+    directory = Path(cfg.output, cfg.name)
+    checkpoint_path = checkpoint_directory(directory, cfg.checkpoint.path, cfg.name)
+    refuse_links(directory)
+    refuse_links(checkpoint_path)
+    cfg = resuming_own_checkpoints(cfg, checkpoint_path)
     cfg = _check_kernels(cfg, devices)
     resolved, remat_why = resolve_remat(cfg, local_target(devices))
     built = program(resolved, devices)
     elastic = lines.elastic_line(cfg, built.cfg)
-    directory = Path(cfg.output, cfg.name)
     cfg = built.cfg
-    checkpoint_path = checkpoint_directory(directory, cfg.checkpoint.path, cfg.name)
-    refuse_links(directory)
-    refuse_links(checkpoint_path)
     fingerprint = data_fingerprint(cfg)
     if finished := _finished(built, directory, checkpoint_path, fingerprint):
         return finished
@@ -151,7 +154,7 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
         if position:
             loader.restore(position)
         saved = SavedState(built)
-        sources = {"fingerprint": fingerprint} | ({"base": saved.base} if saved.base else {})
+        sources: JsonDict = {"fingerprint": fingerprint, "jobs": jobs()} | ({"base": saved.base} if saved.base else {})
         sources |= _add_reference(built, loader, state, fingerprint, position.get("reference"))
         if jax.process_index() == 0:  # all checks have passed
             write_description(plan, directory, is_new=step == 0)

@@ -158,6 +158,8 @@ def test_empty_files_and_settings_that_do_not_fit(config: Make, tmp_path: Path, 
     ):
         with pytest.raises(UserError, match=rf"data.streaming=true.* does not support {text}"):
             load_config(config(**settings, streaming=True).model_dump(mode="json"))
+    with pytest.raises(UserError, match=r"data.held_out=0.02\): .* a text file is one record; use data.held_out=0"):
+        load_config(config(source="text", path="x", streaming=True, held_out=0.02).model_dump(mode="json"))
 
 
 def test_the_line_of_a_run_names_the_files(config: Make, shards: Path) -> None:

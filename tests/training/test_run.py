@@ -298,6 +298,28 @@ def test_never_resuming_puts_the_old_run_aside(config):
     assert [row["step"] for row in metrics(aside)] == [1, 2]
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("first", "again", "resumes"),
+    [
+        ({"JAXMEM_LAUNCH": "a"}, {"JAXMEM_LAUNCH": "a"}, True),
+        ({"JAXMEM_LAUNCH": "a"}, {"JAXMEM_LAUNCH": "b"}, False),
+        ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, True),
+        ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7"}, False),  # two commands of one allocation
+        ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, False),
+    ],
+)
+def test_a_job_that_is_started_again_resumes_from_its_own_checkpoints(config, monkeypatch, first, again, resumes):
+    for name in ("JAXMEM_LAUNCH", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for steps, variables in ((2, first), (3, again)):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        directory = run(config(train={"steps": steps}, checkpoint={"resume": "never"})).directory
+    assert directory.with_name("run.old-1").exists() != resumes
+    assert [row["step"] for row in metrics(directory)] == [1, 2, 3]
+
+
 # ------------------------------------------------------------------ what goes wrong
 
 
