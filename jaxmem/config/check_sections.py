@@ -42,12 +42,8 @@ def check_data(cfg: Config) -> Iterator[str]:
                 yield f"data.{field}={as_yaml(value)} has no effect with data.mixture; use data.mixture[0].{field}"
     elif data.weight != Source().weight:
         yield f"data.weight={data.weight:g} requires data.mixture; remove data.weight"
-    streams = [name for name, kind in SOURCES.items() if kind.contents in ("text", "chat") and kind.needs_path]
-    for kind in sorted(kinds - {*streams}) if data.streaming else ():
-        yield unsupported("data.streaming=true", f"data.source={kind}", f"data.streaming=false, or {one_of(streams)}")
-    if data.streaming and data.held_out and "text" in kinds:
-        why = "they are a share of the first file, and a text file is one record; use data.held_out=0"
-        yield f"data.streaming=true has no held-out records of data.source=text (data.held_out={data.held_out:g}): {why}"
+    if data.streaming:
+        yield from _streaming(data, kinds)
     if cfg.objective.name == "dpo" and cfg.batch.global_size // cfg.batch.accumulate % 2:
         rows = cfg.batch.global_size // cfg.batch.accumulate
         given = f"batch.global_size={cfg.batch.global_size} with batch.accumulate={cfg.batch.accumulate}"
@@ -59,6 +55,15 @@ def check_data(cfg: Config) -> Iterator[str]:
             yield f"{given} does not match data.source=digits; use model.image_size=8 and model.channels=1"
     elif isinstance(model, Decoder):
         yield from _text(data, model, kinds)
+
+
+def _streaming(data: Data, kinds: set[str]) -> Iterator[str]:
+    streams = [name for name, kind in SOURCES.items() if kind.contents in ("text", "chat") and kind.needs_path]
+    for kind in sorted(kinds - {*streams}):
+        yield unsupported("data.streaming=true", f"data.source={kind}", f"data.streaming=false, or {one_of(streams)}")
+    if data.held_out and "text" in kinds:
+        given = f"data.streaming=true has no held-out records of data.source=text (data.held_out={data.held_out:g})"
+        yield f"{given}: they are a share of the first file, and a text file is one record; use data.held_out=0"
 
 
 def _batches(cfg: Config) -> Iterator[str]:

@@ -101,9 +101,7 @@ class Writer:
         layer: jax.Array | None = None,
         vocab_slice: VocabSlice | None = None,
     ) -> Tree:
-        return apply_updates(
-            params, updates, self.key, axes, layer=layer, vocab_slice=vocab_slice, kernel=self.kernel
-        )
+        return apply_updates(params, updates, self.key, axes, layer=layer, vocab_slice=vocab_slice, kernel=self.kernel)
 
 
 @purpose("update")

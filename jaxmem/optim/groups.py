@@ -7,13 +7,14 @@ state of a group is the leaves of the complete state at the same paths.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import optax
 
 from jaxmem.optim.apply import Writer
+from jaxmem.pipeline.stages import Pipeline
 from jaxmem.sharding.arrays import constrain
 from jaxmem.sharding.gathering import stored_axes
 from jaxmem.sharding.table import Axes, Role, is_axes
@@ -21,25 +22,20 @@ from jaxmem.sharding.trees import select
 from jaxmem.sharding.weights import is_quantized
 from jaxmem.typing import Tree
 
+
 @dataclass(frozen=True)
 class ParameterGroup:
     tx: optax.GradientTransformationExtraArgs
     axes: Tree  # the axes of the group's parameters
     state_axes: Tree  # the axes of the group's state
+    pipeline_of: Callable[[str], Pipeline | None]  # the pipeline that orders the layers of a weight with this name
 
-    @classmethod
-    def of(cls, params: Tree, optimizer_for: Callable[[Tree], Any], axes: Tree, state_axes: Tree) -> ParameterGroup:
-        """The group of some parameters.
-
-        Args:
-            params: the parameters of this group.
-            optimizer_for: returns the optimizer of parameters with these axes.
-            axes: the axes of all parameters.
-            state_axes: the axes of the state of all parameters.
-        """
-        group_axes = select(axes, params, is_leaf=is_quantized)
-        tx = optax.with_extra_args_support(optimizer_for(group_axes))
-        return cls(tx, group_axes, select(state_axes, jax.eval_shape(tx.init, params)))
+    def part(self, params: Tree, optimizer_for: Callable[[Tree], Any]) -> ParameterGroup:
+        """The group of some of its parameters. `optimizer_for` returns the optimizer of parameters with these axes."""
+        axes = select(self.axes, params, is_leaf=is_quantized)
+        tx = optax.with_extra_args_support(optimizer_for(axes))
+        state_axes = select(self.state_axes, jax.eval_shape(tx.init, params))
+        return replace(self, tx=tx, axes=axes, state_axes=state_axes)
 
     def state(self, opt_state: Tree) -> Tree:
         """This group's part of an optimizer's state."""
@@ -52,7 +48,7 @@ class ParameterGroup:
         grads = constrain_tree(grads, self.axes, "gradients")
         # Otherwise the partitioner shards the stack from which the layer is read, and gathers all of it for each layer.
         params = constrain_tree(params, stored_axes(self.axes, params), "weights")
-        updates, state = self.tx.update(grads, state, params, **extra)
+        updates, state = self.tx.update(grads, state, params, pipeline_of=self.pipeline_of, **extra)
         params = write(params, updates, axes=self.axes, layer=layer, vocab_slice=vocab_slice)
         # The cast runs in the sharding of the optimizer state, before the gather; otherwise float32 would be sent.
         return constrain_tree(params, stored_axes(self.axes, params), "optimizer"), state

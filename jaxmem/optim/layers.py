@@ -29,11 +29,12 @@ from jax.typing import DTypeLike
 from jaxmem.errors import UserError
 from jaxmem.optim.apply import NotSeparableError, VocabSlice, axes_or_unnamed, leaf_key, widened
 from jaxmem.optim.in_place import update_layers, update_rows
+from jaxmem.pipeline.stages import Pipeline
 from jaxmem.quant.qtensor import with_sliced_sizes
 from jaxmem.sharding.arrays import constrain
 from jaxmem.sharding.layout import current
 from jaxmem.sharding.leaves import StateArray, axes_of_state, is_declared
-from jaxmem.sharding.table import Axes, is_axes
+from jaxmem.sharding.table import Axes, is_axes, path_name
 from jaxmem.sharding.weights import is_matrix, is_quantized
 from jaxmem.typing import AxesTree, Tree
 
@@ -77,7 +78,7 @@ class UpdateContext:
     weight: Any  # an array, or a QTensor
     spec: ParameterSpec
     count: jax.Array  # the number of updates including this one, so 1 at the first update
-    layer: jax.Array  # the index of the layer in the stack
+    layer: jax.Array  # the number of the layer, the same on every mesh
     layers: int  # the number of layers of the stack
     key: jax.Array  # a random key: different for each layer, the same at every update
     vocab_slice: VocabSlice | None = None  # if the weight is a part of a vocabulary matrix: the rows of this part
@@ -167,8 +168,9 @@ def by_layer(
     """An optax transformation that applies a rule to each leaf. Besides the state of the rules, it needs memory for at
     most one layer in float32.
 
-    With `update(..., layer=i, layers=n)`, gradients, state and parameters are those of layer i of n. With `update(...,
-    vocab_slice=s)`, they are some rows of the only parameter, a vocabulary matrix.
+    With `update(..., layer=i, layers=n)`, gradients, state and parameters are those at position i of n of a stack. With
+    `update(..., vocab_slice=s)`, they are some rows of the only parameter, a vocabulary matrix. `pipeline_of` returns
+    the pipeline that orders the layers of a weight with this name; None: they are in order.
     """
     rules = _Rules(rule_for, axes)
     return optax.GradientTransformationExtraArgs(rules.init, rules.update)
@@ -205,13 +207,14 @@ class _Rules:
         layer: jax.Array | None = None,
         layers: int = 1,
         vocab_slice: VocabSlice | None = None,
+        pipeline_of: Callable[[str], Pipeline | None] = lambda _: None,
         **_: Any,
     ) -> tuple[Tree, ByLayerState]:
         treedef: Tree
         leaves, treedef = jax.tree_util.tree_flatten_with_path(widened(grads))
         weights = [g for _, g in leaves] if params is None else treedef.flatten_up_to(params)
         axes_of_weights = self._axes_of(grads if params is None else params)
-        step = _Step(optax.safe_increment(state.step), layer, layers, vocab_slice)
+        step = _Step(optax.safe_increment(state.step), layer, layers, vocab_slice, pipeline_of)
         old = {name: iter(jax.tree.leaves(tree)) for name, tree in state.arrays.items()}
         new: dict[str, list[jax.Array]] = {name: [] for name in state.arrays}
         updates = []
@@ -233,6 +236,7 @@ class _Rules:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The update of a parameter and its new state arrays by name. `old`: the state arrays of this parameter, and of
         those after it."""
+        pipeline = step.pipeline_of(path_name(path)) if names[:1] == ("layer",) else None
         names = names[1:] if step.layer is not None and names[:1] == ("layer",) else names
         spec, stack = _one_layer(names, w)
         if spec.size == 0:
@@ -249,7 +253,8 @@ class _Rules:
         pair = g, _with_values(declared, (next(old[name]) for name in array_names))
         is_one_array = bool(stack) and rule.updates_stacks
         updated_spec = dataclasses.replace(spec, shape=w.shape, axes=names) if is_one_array else spec
-        update = _MatrixUpdate(rule, updated_spec, step, key, layers=stack[0] if stack else step.layers)
+        layers = stack[0] if stack else step.layers
+        update = _MatrixUpdate(rule, updated_spec, step, key, layers, pipeline)
         first = jnp.zeros((), jnp.int32) if step.layer is None else step.layer
         if rule.elementwise and not is_one_array:
             u, new = update_rows(update, pair, None, names)
@@ -269,14 +274,19 @@ class _MatrixUpdate:
     spec: ParameterSpec
     step: "_Step"
     key: jax.Array  # of the parameter
-    layers: int  # number of layers of the stack
+    layers: int  # number of positions of the stack
+    pipeline: Pipeline | None  # orders the layers of the stack, and adds identity layers
 
     def __call__(
         self, pair: tuple[jax.Array, State], w: Any, layer: jax.Array, _part: jax.Array | None = None
     ) -> tuple[jax.Array, State]:
         g, state = pair
+        layers = self.layers
+        if self.pipeline is not None:
+            layer = jnp.asarray(self.pipeline.order, jnp.int32)[layer]
+            layers = self.pipeline.layers
         layer_key = jax.random.fold_in(self.key, layer)
-        context = UpdateContext(w, self.spec, self.step.count, layer, self.layers, layer_key, self.step.vocab_slice)
+        context = UpdateContext(w, self.spec, self.step.count, layer, layers, layer_key, self.step.vocab_slice)
         u, new = self.rule.update(_as_state(g, self.spec), state, context)
         return _as_state(u.astype(g.dtype), self.spec), new
 
@@ -289,6 +299,7 @@ class _Step:
     layer: jax.Array | None
     layers: int
     vocab_slice: VocabSlice | None
+    pipeline_of: Callable[[str], Pipeline | None]
 
 
 def state_axes(tx: optax.GradientTransformation, params: Tree, axes: AxesTree) -> AxesTree:

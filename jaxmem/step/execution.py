@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxmem.config import Config, Convnet, Memory, Save
-from jaxmem.config.names import offloaded_activations
+from jaxmem.config.names import is_last_stack, offloaded_activations
 from jaxmem.config.networks import UserModel, pipelined_layers
 from jaxmem.config.recompute import policy_of
 from jaxmem.errors import UserError
@@ -48,6 +48,11 @@ class ExecutionSpec:
         """The position of each layer in a stack, or None if layers are in order."""
         pipeline = self.pipeline
         return None if pipeline is None else pipeline.order.argsort()[: pipeline.layers].tolist()
+
+    def pipeline_of(self, name: str) -> Pipeline | None:
+        """The pipeline whose stages share the layers of the weight with this name."""
+        is_shared = self.pipeline is not None and is_last_stack(name, self.cfg.model.layers)  # type: ignore[union-attr]
+        return self.pipeline if is_shared else None
 
     @cached_property
     def kernels(self) -> KernelChoices:

@@ -109,7 +109,7 @@ class StateSpec:
         return optim.named_update(tx)
 
     @property
-    def update_kernel(self) -> str:
+    def update_kernel(self) -> Literal["auto", "none", "triton"]:
         """`optimizer.kernel` on these devices: `auto` selects fused updates of all arrays that support them."""
         chosen = self.model.execution.kernels.update
         return self.cfg.optimizer.kernel if chosen is not None and chosen.implementation == "triton" else "none"
@@ -117,7 +117,8 @@ class StateSpec:
     @cached_property
     def trainable(self) -> ParameterGroup:
         """The trainable parameters, and their optimizer."""
-        return ParameterGroup(self.optimizer, self.model.select(self.model.axes), self.opt_axes)
+        axes = self.model.select(self.model.axes)
+        return ParameterGroup(self.optimizer, axes, self.opt_axes, self.model.execution.pipeline_of)
 
     def group(self, params: Tree) -> ParameterGroup:
         """The optimizer of some of the trainable parameters: `params` is a tree of only these."""
@@ -130,7 +131,7 @@ class StateSpec:
                 f"{'memory.update=after' if during else 'memory.offload=none'}, or in place of the argument an "
                 "optimizer of the config with optimizer.clip"
             )
-        return ParameterGroup.of(params, self.optimizer_for, self.model.axes, self.opt_axes)
+        return self.trainable.part(params, self.optimizer_for)
 
     @cached_property
     def _can_update_in_parts(self) -> bool:

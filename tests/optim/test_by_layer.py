@@ -1,5 +1,7 @@
 """A stack of matrices is so many matrices, in one call or layer by layer; and what leaves there are."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from jaxmem import optim
 from jaxmem.config import load_config
 from jaxmem.config.optimizers import OPTIMIZERS
+from jaxmem.pipeline.stages import Pipeline
 from jaxmem.sharding.layout import layout_for
 from tests.optim.conftest import gradients, normal, same, updates
 from tests.support.tiers import cases
@@ -120,3 +123,24 @@ def test_float16_gradients_are_squared_in_float32(name):
 def test_float16_weights_have_float32_moments():
     state = optim.adamw(0.1).init({"w": jnp.ones((8, 8), jnp.float16)})
     assert {x.dtype.name for x in jax.tree.leaves(state) if x.ndim} == {"float32"}
+
+
+@pytest.mark.parametrize("name", ["apollo", "galore_adamw", "qgalore"])
+def test_random_projections_and_their_refresh_belong_to_a_layer_wherever_a_pipeline_stores_it(name: str) -> None:
+    pipeline = Pipeline(layers=5, stages=2, micro_batches=2, rounds=2)
+
+    tx = getattr(optim, name)(0.1, rank=2, refresh_every=3, axes={"w": ("layer", None, None)})
+
+    def updates(pipeline: Pipeline | None) -> np.ndarray:
+        order = np.arange(5) if pipeline is None else pipeline.order
+        weight = {"w": jnp.zeros((len(order), 32, 48))}
+        state = tx.init(weight)
+        results = []
+        for step in range(4):
+            gradient = np.random.default_rng(step).standard_normal((8, 32, 48)).astype(np.float32)
+            update = jax.jit(partial(tx.update, pipeline_of=lambda _: pipeline))
+            u, state = update({"w": jnp.asarray(gradient[order])}, state, weight)
+            results.append(np.asarray(u["w"]))
+        return np.stack(results)[:, np.argsort(order)[:5]]
+
+    np.testing.assert_allclose(updates(pipeline), updates(None), rtol=1e-4, atol=1e-6)
