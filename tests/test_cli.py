@@ -17,7 +17,7 @@ from jaxmem.cli import main, planning
 from jaxmem.cli.start import load, print_text
 from jaxmem.config import load_config
 from jaxmem.data.loader import Loader
-from jaxmem.errors import UserError
+from jaxmem.errors import TemporaryError, UserError
 from jaxmem.machine import devices
 from jaxmem.machine.stderr import filtered
 from jaxmem.planning.result import plan
@@ -317,6 +317,23 @@ def test_errors_of_the_machine_are_one_line(
     raised.append(errno.EBADF)
     with pytest.raises(OSError, match="Bad file"):
         main(["train", "x.yaml"])
+
+
+def test_an_error_of_the_machine_that_is_explained_keeps_its_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/runs/x")
+        except OSError as error:
+            raise TemporaryError("checkpoint 8 could not be written (last complete checkpoint: step 4)") from error
+
+    monkeypatch.setattr("jaxmem.cli.training.load", fail)
+    code, _, text = jaxmem("train", "x.yaml", capsys=capsys)
+    assert (code, text) == (75, "error: checkpoint 8 could not be written (last complete checkpoint: step 4)\n")
+    (tmp_path / "x.yaml").touch()
+    _, _, text = jaxmem("report", str(tmp_path / "x.yaml"), capsys=capsys)
+    assert "no such run directory; for a config use jaxmem plan CONFIG --html FILE" in text
 
 
 FEW_FILES = """

@@ -13,6 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -181,7 +182,10 @@ class ChatEncoder:
             before = text[:start].rstrip()
             if text.startswith(prompt):
                 start = min(start, len(prompt))
-            elif prompt.endswith(before[-PROMPT_SUFFIX_LENGTH:]):  # earlier text may differ
+            # In the other cases, earlier text differs from that of the prompt.
+            elif (lead := self._lead(chat, number, prompt)) and text.endswith(lead, 0, start):
+                start -= len(lead)
+            elif prompt.endswith(before[-PROMPT_SUFFIX_LENGTH:]):
                 start = len(before)
             else:  # other text of the answer comes first
                 header = prompt[_common_prefix(prompt, self._render(chat, earlier).text) :].rstrip()
@@ -195,6 +199,14 @@ class ChatEncoder:
             next_text = len(text) if is_last else self._changed_span(chat, number + 1, text)[0]
             following = self._special.search(text, end, next_text)
         return start, following.end() if following else end
+
+    def _lead(self, chat: Chat, number: int, prompt: str) -> str:
+        """The text between the generation prompt and the content of an answer, such as the beginning of a tool call, if
+        the conversation ends with this answer; empty if it does not begin with the prompt."""
+        ending = replace(chat, messages=chat.messages[: number + 1])
+        text = self._render(ending, ending.messages).text
+        start, _ = self._changed_span(ending, number, text)
+        return text[len(prompt) : start] if text.startswith(prompt) else ""
 
     def _changed_span(self, chat: Chat, number: int, text: str) -> tuple[int, int]:
         """The characters of `text` that depend on the content of a message."""

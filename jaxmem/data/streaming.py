@@ -169,7 +169,7 @@ class FileOrder:
             if self._epochs is not None and visit >= self._epochs * self._per_epoch:
                 return None
             if visit == self._per_epoch and not self._starts[-1]:
-                raise EmptyDataError(self._files.names)
+                raise EmptyDataError([self._files.names[self._file(empty)] for empty in range(visit)])
             self._starts.append(self._starts[-1] + self._length(visit))
         visit = self._visit(place)
         if visit > self._newest:

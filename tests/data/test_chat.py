@@ -45,6 +45,21 @@ def test_tokens_and_targets_are_those_of_transformers(name: str, tmp_path: Path)
             assert asked.text == expected["asked"]
 
 
+def test_a_call_before_the_last_question_is_a_target_from_its_beginning(tmp_path: Path) -> None:
+    """Mistral's template lists the tools before the last question, so an earlier prompt is other text."""
+    call = [reference.said(None, tool_calls=[reference.CALL]), reference.RESULT, reference.said("3")]
+    line = {"messages": [reference.ASK, *call, reference.TWO, *call], "tools": [reference.TOOL]}
+    marked = reference.TEMPLATES["mistral"]
+    documents = []
+    for template in (marked, reference.without_marks(marked)):
+        reference.write_tokenizer(template, tmp_path)
+        tokenizer = tokenizer_for(str(tmp_path))
+        encoder = ChatEncoder(tokenizer, template_for(tokenizer))
+        documents.append(encoder.document(chat_of(line)))
+    with_marks, without_marks = documents
+    assert without_marks.is_target.tolist() == with_marks.is_target.tolist()
+
+
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 
 

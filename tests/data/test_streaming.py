@@ -162,6 +162,13 @@ def test_empty_files_and_settings_that_do_not_fit(config: Make, tmp_path: Path, 
         load_config(config(source="text", path="x", streaming=True, held_out=0.02).model_dump(mode="json"))
 
 
+def test_a_process_whose_files_are_empty_names_them(config: Make, shards: Path) -> None:
+    (shards / "1.jsonl").write_text("")
+    cfg = config(path=str(shards), streaming=True, shuffle=False, global_size=6)
+    with pytest.raises(UserError, match=r"^\S*1\.jsonl: the data is empty"):
+        take(cfg, 1, rows=[1])
+
+
 def test_the_line_of_a_run_names_the_files(config: Make, shards: Path) -> None:
     cfg = config(path=str(shards), streaming=True)
     with Loader(cfg) as loader:
