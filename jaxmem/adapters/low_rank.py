@@ -222,20 +222,20 @@ def weights_to_merge(lora: Lora) -> dict[str, dict[str, jax.Array]]:
 def merge(model: nnx.Module) -> None:
     """Merges low-rank adapters into their weights, one layer after the other, and removes them.
     Quantized weights are requantized."""
-    for _, module in list(nnx.iter_modules(model)):
-        if isinstance(module, Linear | Embedding) and module.lora is not None:
-            for name, parts in weights_to_merge(module.lora).items():
-                variable = getattr(module, name)
-                if variable is None:
-                    raise UserError(
-                        "merge does not support adapter.lora_bias=true for layers without a bias; use export --adapter"
-                    )
-                variable.set_value(_merged(variable.get_value(), parts, module.lora.scale))
-            module.lora = None
-        elif isinstance(module, flax_layers.LAYERS):
-            flax_layers.merge(module)
+    modules = [module for _, module in nnx.iter_modules(model)]
+    adapted = [module for module in modules if isinstance(module, Linear | Embedding) and module.lora is not None]
+    if any(module.lora.bias is not None and getattr(module, "bias", None) is None for module in adapted):
+        raise UserError("merge does not support adapter.lora_bias=true for layers without a bias; use export --adapter")
     if getattr(model, "prompt", None) is not None:
         raise UserError("merge does not support adapter.kind=prompt, which changes no weight; use export --adapter")
+    for module in adapted:
+        for name, parts in weights_to_merge(module.lora).items():
+            variable = getattr(module, name)
+            variable.set_value(_merged(variable.get_value(), parts, module.lora.scale))
+        module.lora = None
+    for layer in modules:
+        if isinstance(layer, flax_layers.LAYERS):
+            flax_layers.merge(layer)
 
 
 def _merged(w: jax.Array | QTensor, parts: Mapping[str, jax.Array], scale: float) -> jax.Array | QTensor:

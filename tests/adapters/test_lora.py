@@ -213,3 +213,14 @@ def test_a_column_of_zeros_is_merged():
     before = model.first(x)
     merge(model)
     np.testing.assert_allclose(model.first(x), before, rtol=1e-5, atol=1e-6)
+
+
+def test_a_merge_that_is_refused_changes_nothing():
+    model = Network()
+    lora(model, lora_bias=True, rank=2, targets=["*"])
+    model.first.lora.b.set_value(jax.random.normal(jax.random.key(1), (2, 40)))
+    x = jax.random.normal(jax.random.key(0), (5, 24))
+    before = model.first(x)
+    with pytest.raises(UserError, match=r"merge does not support adapter\.lora_bias=true for layers without a bias"):
+        merge(model)
+    np.testing.assert_array_equal(model.first(x), before)
