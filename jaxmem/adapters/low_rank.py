@@ -39,6 +39,7 @@ from jaxmem.config.names import count_layers, is_last_stack, split_stack
 from jaxmem.errors import UserError, nearest
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.embedding import Embedding, lookup_param
+from jaxmem.models.experts import ExpertLinear
 from jaxmem.models.layers import Keys, dropout, fetch
 from jaxmem.models.linear import Linear, matmul
 from jaxmem.models.network import Network
@@ -174,16 +175,28 @@ def attach(model: Network, cfg: Adapter, key: jax.Array, order: Sequence[int] | 
 def add_low_rank(model: Any, cfg: Adapter, key: jax.Array, order: Sequence[int] | None = None) -> None:
     """Adds the low-rank adapters of a config. `order`: the layer at each position of a stack."""
     rngs = nnx.Rngs(params=key)
-    for name, module, layers in _targets(model, cfg, order is not None):
+    targets = [*_targets(model, cfg, order is not None)]
+    for name, module, _ in targets:
+        _check(name, module, model, cfg)
+    for name, module, layers in targets:
         if isinstance(module, flax_layers.LAYERS):
-            if cfg.kind == "dora" or cfg.dropout or cfg.lora_bias:
-                raise UserError(
-                    f"{name}: adapters of Flax's layers do not support dora, dropout and lora_bias; remove it"
-                )
             flax_layers.add(module, Lora(rngs, flax_layers.as_matrix(module), layers, cfg))
         else:
             is_ordered = order is not None and is_last_stack(name, model.cfg.layers)
             module.lora = Lora(rngs, module, layers, cfg, order if is_ordered else None)
+
+
+def _check(name: str, module: Any, model: Any, cfg: Adapter) -> None:
+    """Raises if the layer would not compute its adapter, or would not equal its merged weight."""
+    is_dora = cfg.kind == "dora"
+    if isinstance(module, flax_layers.LAYERS) and (is_dora or cfg.dropout or cfg.lora_bias):
+        raise UserError(f"{name}: adapters of Flax's layers do not support dora, dropout and lora_bias; remove it")
+    if isinstance(module, ExpertLinear) and (is_dora or cfg.dropout):
+        raise UserError(f"{name}: adapters of experts do not support dora and dropout; remove it")
+    if isinstance(module, Embedding) and getattr(model, "head", module) is None:
+        raise UserError(f"{name}: an adapter of a tied embedding is not supported; use targets such as blocks.*")
+    if is_dora and cfg.lora_bias:
+        raise UserError(f"{name}: dora does not support lora_bias; remove one of them")
 
 
 def merged_weight(w: Float[Array, "*inputs outputs"], parts: Mapping[str, jax.Array], scale: float) -> jax.Array:
@@ -194,7 +207,8 @@ def merged_weight(w: Float[Array, "*inputs outputs"], parts: Mapping[str, jax.Ar
     summed = w.astype(jnp.float32) + factor * (f32["bias"] if "bias" in f32 else f32["a"] @ f32["b"])
     if "magnitude" not in f32:
         return summed
-    return summed * jnp.where(factor == 0, jnp.float32(1), f32["magnitude"] / jnp.linalg.norm(summed, axis=0))
+    norms = jnp.maximum(jnp.linalg.norm(summed, axis=0), jnp.finfo(jnp.float32).tiny)  # a column may be zero
+    return summed * jnp.where(factor == 0, jnp.float32(1), f32["magnitude"] / norms)
 
 
 def weights_to_merge(lora: Lora) -> dict[str, dict[str, jax.Array]]:
@@ -208,20 +222,20 @@ def weights_to_merge(lora: Lora) -> dict[str, dict[str, jax.Array]]:
 def merge(model: nnx.Module) -> None:
     """Merges low-rank adapters into their weights, one layer after the other, and removes them.
     Quantized weights are requantized."""
-    for _, module in list(nnx.iter_modules(model)):
-        if isinstance(module, Linear | Embedding) and module.lora is not None:
-            for name, parts in weights_to_merge(module.lora).items():
-                variable = getattr(module, name)
-                if variable is None:
-                    raise UserError(
-                        "merge does not support adapter.lora_bias=true for layers without a bias; use export --adapter"
-                    )
-                variable.set_value(_merged(variable.get_value(), parts, module.lora.scale))
-            module.lora = None
-        elif isinstance(module, flax_layers.LAYERS):
-            flax_layers.merge(module)
+    modules = [module for _, module in nnx.iter_modules(model)]
+    adapted = [module for module in modules if isinstance(module, Linear | Embedding) and module.lora is not None]
+    if any(module.lora.bias is not None and getattr(module, "bias", None) is None for module in adapted):
+        raise UserError("merge does not support adapter.lora_bias=true for layers without a bias; use export --adapter")
     if getattr(model, "prompt", None) is not None:
         raise UserError("merge does not support adapter.kind=prompt, which changes no weight; use export --adapter")
+    for module in adapted:
+        for name, parts in weights_to_merge(module.lora).items():
+            variable = getattr(module, name)
+            variable.set_value(_merged(variable.get_value(), parts, module.lora.scale))
+        module.lora = None
+    for layer in modules:
+        if isinstance(layer, flax_layers.LAYERS):
+            flax_layers.merge(layer)
 
 
 def _merged(w: jax.Array | QTensor, parts: Mapping[str, jax.Array], scale: float) -> jax.Array | QTensor:

@@ -191,8 +191,8 @@ def _values(convert: Callable[[np.ndarray], jax.Array], tensor: FileTensor) -> n
 def _converter(depth: int, is_transposed: bool, dtype: str, scale: float) -> Callable[..., jax.Array]:
     def convert(x: jax.Array | QTensor, adapter: dict[str, jax.Array] | None, place: jax.Array) -> jax.Array:
         x = jax.tree.map(lambda x: _take(x, place, depth), x)
-        if adapter is not None and depth:  # an A that experts share has a dimension less
-            adapter = {name: _take(array, place, array.ndim - DIMS[name]) for name, array in adapter.items()}
+        if adapter is not None:  # an A that experts share has a dimension less
+            adapter = {name: _take(x, place, min(depth, x.ndim - DIMS[name])) for name, x in adapter.items()}
         x = fetch_from_host(x)
         full = x.dequantize(jnp.float32) if isinstance(x, QTensor) else x
         full = full if adapter is None else merged_weight(full, adapter, scale)

@@ -186,7 +186,8 @@ class _Rules:
         state_of_weights = []
         for names, w in zip(self._axes_of(params), weights, strict=True):
             spec, layers = _one_layer(names, w)
-            state = _initial_state(_rule(self.rule_for, spec), spec)
+            # An empty weight has no state: for it, rules cannot choose blocks, ranks or dimensions.
+            state = {} if 0 in w.shape else _initial_state(_rule(self.rule_for, spec), spec)
             state_of_weights.append({name: _repeated(array, layers) for name, array in _by_name(state).items()})
         if not weights:  # optax.tree.map_params calls `init` with a placeholder for all parameters
             return ByLayerState(jnp.zeros((), jnp.int32), params)
@@ -239,7 +240,7 @@ class _Rules:
         pipeline = step.pipeline_of(path_name(path)) if names[:1] == ("layer",) else None
         names = names[1:] if step.layer is not None and names[:1] == ("layer",) else names
         spec, stack = _one_layer(names, w)
-        if spec.size == 0:
+        if 0 in w.shape:
             return g, {}
         if step.vocab_slice is not None:
             spec = dataclasses.replace(spec, shape=step.vocab_slice.shape)
@@ -333,8 +334,8 @@ def _declarations() -> Iterator[None]:
 
 
 def _initial_state(rule: MatrixRule, spec: ParameterSpec) -> State:
-    """The declared state of one layer of a weight; none for an empty weight."""
-    state = {} if spec.size == 0 else rule.init(spec)
+    """The declared state of one layer of a weight."""
+    state = rule.init(spec)
     arrays = {name: jax.tree.leaves(x, is_leaf=is_declared) for name, x in state.items()}
     if undeclared := [name for name, leaves in arrays.items() if not all(map(is_declared, leaves))]:
         raise UserError(

@@ -181,3 +181,46 @@ def test_a_flax_embedding_with_an_adapter_is_also_the_output_layer():
 def test_adapters_of_flax_layers_refuse_what_they_do_not_compute(options):
     with pytest.raises(UserError, match="layer: adapters of Flax's layers do not support dora, dropout and lora_bias"):
         lora(nnx.Dict(layer=nnx.Linear(4, 6, rngs=nnx.Rngs(0))), rank=2, targets=["*"], **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"dora": True, "targets": ["*.mlp.up"]},
+            r"blocks\.mlp\.up: adapters of experts do not support dora and dropout",
+        ),
+        ({"dropout": 0.5, "targets": ["*.mlp.up"]}, r"blocks\.mlp\.up: adapters of experts do not support dora and"),
+        ({"targets": ["*"]}, "embedding: an adapter of a tied embedding is not supported"),
+        ({"dora": True, "lora_bias": True, "targets": ["*.q"]}, r"attention\.q: dora does not support lora_bias"),
+    ],
+)
+def test_adapters_of_a_decoder_refuse_what_they_do_not_compute(options, message):
+    shape = {"vocab": 8, "layers": 2, "embed": 8, "mlp": 4, "heads": 1, "kv_heads": 1, "head_dim": 8}
+    cfg = Decoder(**shape, tie_embeddings=True, experts={"count": 2, "top_k": 1})
+    model = nnx.eval_shape(lambda: build(cfg, nnx.Rngs(0)))
+    with pytest.raises(UserError, match=message):
+        lora(model, rank=2, **options)
+    assert model.blocks.attention.q.lora is None  # nothing was added
+
+
+def test_a_column_of_zeros_is_merged():
+    """As in pruned models; dora divides by the norms of columns."""
+    model = Network()
+    model.first.weight.set_value(model.first.weight.get_value().at[:, 3].set(0))
+    lora(model, dora=True, rank=2, targets=["first"])
+    x = jax.random.normal(jax.random.key(0), (5, 24))
+    before = model.first(x)
+    merge(model)
+    np.testing.assert_allclose(model.first(x), before, rtol=1e-5, atol=1e-6)
+
+
+def test_a_merge_that_is_refused_changes_nothing():
+    model = Network()
+    lora(model, lora_bias=True, rank=2, targets=["*"])
+    model.first.lora.b.set_value(jax.random.normal(jax.random.key(1), (2, 40)))
+    x = jax.random.normal(jax.random.key(0), (5, 24))
+    before = model.first(x)
+    with pytest.raises(UserError, match=r"merge does not support adapter\.lora_bias=true for layers without a bias"):
+        merge(model)
+    np.testing.assert_array_equal(model.first(x), before)

@@ -10,7 +10,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file
 
-from jaxmem import hf, models
+from jaxmem import adapters, hf, models
 from jaxmem.config import Decoder, load_config
 from jaxmem.errors import UserError
 from jaxmem.inference.load import open_model
@@ -80,6 +80,31 @@ def test_adapters_of_experts_are_read_back(base, shared, tmp_path):
     gates = [name for name in experts if name.endswith(("gate_proj.lora_A.weight", "w1.lora_A.weight"))]
     assert {tensors[name].shape for name in gates} == {(2, 32)}
     assert json.loads((tmp_path / "out/adapter_config.json").read_text())["r"] == 2
+
+
+GPT_OSS = {
+    "activation": "swiglu_clamped", "mlp_bias": True, "attention_sinks": True, "attention_bias": True,
+    "output_bias": True, "window": 8, "layer_types": ["sliding_attention", "full_attention"],
+    "experts": {"count": 3, "top_k": 2},
+}  # fmt: skip
+
+
+def test_adapters_of_experts_in_one_tensor_are_merged(tmp_path):
+    """A tensor has the matrices of all experts of a layer (gpt-oss)."""
+    network = models.build(Decoder(**SMALL, **GPT_OSS), nnx.Rngs(0))
+    adapters.lora(network, rank=2, targets=["blocks.mlp.*"], lora_bias=True)
+    for name in ("gate", "up", "down"):
+        lora = getattr(network.blocks.mlp, name).lora
+        for variable in (lora.b, lora.bias):
+            variable.set_value(jax.random.normal(jax.random.key(1), variable.get_value().shape) / 4)
+    hf.save(network, tmp_path / "out")
+    adapters.merge(network)
+    expected = nnx.to_pure_dict(nnx.state(network))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6),
+        nnx.to_pure_dict(nnx.state(hf.load(tmp_path / "out"))),
+        expected,
+    )
 
 
 @pytest.mark.parametrize(
