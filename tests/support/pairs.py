@@ -46,14 +46,12 @@ if __name__ == "__main__":
     simulate(8)
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.config import Config
 from jaxmem.config.mesh import MESH_AXES
 from jaxmem.errors import UserError
 from jaxmem.kernels import triton_launch
-from jaxmem.quant.precision import gradient_dtype
 from jaxmem.step.programs import Program
 from jaxmem.training.run import run
 from jaxmem.training.telemetry import DivergedError
@@ -221,8 +219,8 @@ def _compared(row: Row) -> Outcome:
     except Exception as error:  # noqa: BLE001, whatever it is, it is a fault
         return Outcome(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
     cfg = config(given)
-    is_coarse = cfg.precision.compute != "float32" or gradient_dtype(cfg.precision, "cpu") == jnp.bfloat16
-    is_coarse_dpo = cfg.objective.name == "dpo" and is_coarse
+    has_short_gradients = "bfloat16" in (cfg.precision.gradients, cfg.precision.parameters)
+    is_coarse_dpo = cfg.objective.name == "dpo" and (cfg.precision.compute != "float32" or has_short_gradients)
     # The scale of a micro-batch decides which updates overflow. DPO's margins are differences between sums of
     # log-probabilities, so rounding decides where its updates lead.
     if is_coarse_dpo or cfg.precision.loss_scale == "dynamic":
