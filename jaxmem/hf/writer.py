@@ -30,7 +30,7 @@ from jaxmem.machine.files import atomic_directory
 from jaxmem.models.decoder import Decoder
 from jaxmem.quant import QTensor
 from jaxmem.sharding.host import fetch_from_host
-from jaxmem.sharding.weights import is_quantized
+from jaxmem.sharding.weights import is_encoded
 
 # Dimensions of the arrays of an adapter of one matrix.
 DIMS = {"a": 2, "b": 2, "bias": 1, "magnitude": 1, "layer_scale": 0}
@@ -63,7 +63,7 @@ def save(
     """
     if jax.process_count() > 1:
         raise UserError("export does not support several processes; run it in one process")
-    stored = str(jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)), is_leaf=is_quantized)[0].dtype)
+    stored = str(jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)), is_leaf=is_encoded)[0].dtype)
     settings_of_base = read_json(Path(base, "config.json")) if base else None
     quantization = (settings_of_base or {}).get("quantization_config") or {}
     keeps_mxfp4 = dtype is None and quantization.get("quant_method") == "mxfp4" and _has_only_mxfp4_experts(model)

@@ -29,7 +29,7 @@ from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.errors import UserError
 from jaxmem.hf.peft import add_adapters, read_base
 from jaxmem.sharding.host import fetch_from_host
-from jaxmem.sharding.weights import is_quantized, store
+from jaxmem.sharding.weights import is_encoded, store
 from jaxmem.step.programs import Program, program
 from jaxmem.step.state import TrainState
 from jaxmem.typing import JsonDict, Tree
@@ -212,7 +212,7 @@ def _store_as(built: Program, params: Tree) -> Tree:
         def convert(w: Tree) -> Tree:
             w = fetch_from_host(w)
             return store(
-                w.dequantize(jnp.float32) if is_quantized(w) else w,
+                w.dequantize(jnp.float32) if is_encoded(w) else w,
                 weight_axes,
                 built.spec.initial_weights.storage(path),
             )

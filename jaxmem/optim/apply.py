@@ -27,7 +27,7 @@ from jaxmem.quant import QTensor
 from jaxmem.quant.precision import rounded
 from jaxmem.sharding.leaves import per_device
 from jaxmem.sharding.table import Axes, is_axes, path_name
-from jaxmem.sharding.weights import is_quantized
+from jaxmem.sharding.weights import is_encoded
 from jaxmem.typing import AxesTree, Tree
 
 SumOverSlices = Callable[[Any], Any]  # the contribution of one slice to a sum -> the sum over all slices
@@ -134,7 +134,7 @@ def apply_updates(
 
     def add(path: KeyPath, w: Any, u: jax.Array, names: Axes) -> Tree:
         leaf_seed = None if key is None else leaf_key(key, path)
-        if not is_quantized(w):
+        if not is_encoded(w):
             return map_with_keys(_add, w, u, LeafKeys(leaf_seed, names, layer, vocab_slice))
         seeds = None if leaf_seed is None else _block_seeds(leaf_seed, w, names, layer, vocab_slice)
         names = names[len(names) - w.ndim :]
@@ -144,7 +144,7 @@ def apply_updates(
         return update_rows(_requantize, w, (u, seeds), names)
 
     axes = axes_or_unnamed(axes, params)
-    return jax.tree_util.tree_map_with_path(add, params, updates, axes, is_leaf=is_quantized)
+    return jax.tree_util.tree_map_with_path(add, params, updates, axes, is_leaf=is_encoded)
 
 
 def axes_or_unnamed(axes: AxesTree, params: Tree) -> AxesTree:
@@ -160,7 +160,7 @@ def axes_or_unnamed(axes: AxesTree, params: Tree) -> AxesTree:
             raise UserError(f"axes: {name} has no axes{nearest(name, named)}; add a tuple with a name per dimension")
         return named[name]
 
-    return jax.tree_util.tree_map_with_path(of_weight, params, is_leaf=is_quantized)
+    return jax.tree_util.tree_map_with_path(of_weight, params, is_leaf=is_encoded)
 
 
 def widened(grads: Tree) -> Tree:

@@ -19,7 +19,7 @@ from jaxmem.sharding.arrays import constrain
 from jaxmem.sharding.gathering import stored_axes
 from jaxmem.sharding.table import Axes, Role, is_axes
 from jaxmem.sharding.trees import select
-from jaxmem.sharding.weights import is_quantized
+from jaxmem.sharding.weights import is_encoded
 from jaxmem.typing import Tree
 
 
@@ -32,7 +32,7 @@ class ParameterGroup:
 
     def part(self, params: Tree, optimizer_for: Callable[[Tree], Any]) -> ParameterGroup:
         """The group of some of its parameters. `optimizer_for` returns the optimizer of parameters with these axes."""
-        axes = select(self.axes, params, is_leaf=is_quantized)
+        axes = select(self.axes, params, is_leaf=is_encoded)
         tx = optax.with_extra_args_support(optimizer_for(axes))
         state_axes = select(self.state_axes, jax.eval_shape(tx.init, params))
         return replace(self, tx=tx, axes=axes, state_axes=state_axes)

@@ -15,7 +15,7 @@ from jaxmem.sharding.arrays import constrain, row_major_if_gathered
 from jaxmem.sharding.layout import current, shard_axes, shard_count
 from jaxmem.sharding.leaves import map_shards
 from jaxmem.sharding.table import Axes, is_axes
-from jaxmem.sharding.weights import is_quantized
+from jaxmem.sharding.weights import is_encoded
 from jaxmem.typing import AxesTree, Tree
 
 Grid = dict[int, int]  # dimension -> number of parts
@@ -166,7 +166,7 @@ class Division:
 def _division(matrices: Tree, axes: Axes, dim: int) -> Division | None:
     """The division of matrices of one shape with these logical axes; None: they stay in one part."""
     is_stack = axes[:1] == ("layer",)
-    leaves = jax.tree.leaves(matrices, is_leaf=is_quantized)
+    leaves = jax.tree.leaves(matrices, is_leaf=is_encoded)
     shape = leaves[0].shape[int(is_stack) :]
     blocks_of_rows = [x.block_size for x in leaves if isinstance(x, QTensor) and x.axis == dim - len(shape)]
     units = shape[dim] // blocks_of_rows[0] if blocks_of_rows else shape[dim]

@@ -35,7 +35,7 @@ from jaxmem.sharding.arrays import constrain
 from jaxmem.sharding.layout import current
 from jaxmem.sharding.leaves import StateArray, axes_of_state, is_declared
 from jaxmem.sharding.table import Axes, is_axes, path_name
-from jaxmem.sharding.weights import is_matrix, is_quantized
+from jaxmem.sharding.weights import is_encoded, is_matrix
 from jaxmem.typing import AxesTree, Tree
 
 
@@ -182,7 +182,7 @@ class _Rules:
     axes: AxesTree
 
     def init(self, params: Tree) -> ByLayerState:
-        weights, treedef = jax.tree.flatten(params, is_leaf=is_quantized)
+        weights, treedef = jax.tree.flatten(params, is_leaf=is_encoded)
         state_of_weights = []
         for names, w in zip(self._axes_of(params), weights, strict=True):
             spec, layers = _one_layer(names, w)

@@ -27,7 +27,7 @@ from jax.tree_util import KeyPath
 from jaxmem.config.names import count_layers, split_layers, split_stack
 from jaxmem.errors import UserError, nearest
 from jaxmem.sharding.table import is_axes, path_name
-from jaxmem.sharding.weights import is_quantized
+from jaxmem.sharding.weights import is_encoded
 from jaxmem.typing import Tree
 
 
@@ -184,4 +184,4 @@ def _named(tree: Tree) -> list[tuple[KeyPath, str, Any]]:
 
 
 def _is_weight(x: Tree) -> bool:
-    return is_quantized(x) or is_axes(x)
+    return is_encoded(x) or is_axes(x)

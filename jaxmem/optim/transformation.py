@@ -12,7 +12,7 @@ from jaxmem.kernels.scopes import purpose
 from jaxmem.optim.apply import axes_or_unnamed
 from jaxmem.optim.in_place import update_rows
 from jaxmem.sharding.table import Axes, is_axes
-from jaxmem.sharding.weights import is_matrix, is_quantized
+from jaxmem.sharding.weights import is_encoded, is_matrix
 from jaxmem.typing import AxesTree, Tree
 
 Rate: TypeAlias = float | jax.Array | optax.Schedule
@@ -51,7 +51,7 @@ def add_decayed_weights(weight_decay: float | jax.Array, axes: AxesTree = None) 
         def add_decay(names: Axes, u: jax.Array, w: Any) -> jax.Array:
             if not is_matrix(names):
                 return u
-            if not is_quantized(w):
+            if not is_encoded(w):
                 return u + weight_decay * w
             return update_rows(decayed, u, w, names[len(names) - w.ndim :])
 

@@ -16,7 +16,7 @@ from jaxmem.sharding import host
 from jaxmem.sharding.arrays import constrain, row_major_if_gathered, vmap_groups
 from jaxmem.sharding.layout import current
 from jaxmem.sharding.table import Axes, Role, if_even, is_axes, relax_resized
-from jaxmem.sharding.weights import GatheredWeight, StoredWeight, Weight, is_quantized, proxy_of, stored_of
+from jaxmem.sharding.weights import GatheredWeight, StoredWeight, Weight, is_encoded, proxy_of, stored_of
 from jaxmem.typing import AxesTree, Tree
 
 GATHERED = "gathered_weight"  # the checkpoint name of a gathered weight
@@ -33,7 +33,7 @@ def stored_axes(axes: AxesTree, weights: Tree) -> AxesTree:
     and scales of a quantized weight are sharded like the weight, in each dimension that is divisible."""
 
     def array_axes(axes: Axes, w: Any) -> AxesTree:
-        if not is_quantized(w):
+        if not is_encoded(w):
             return axes
         return jax.tree.map(lambda x: relax_resized(axes[len(axes) - x.ndim :], x.shape, w.shape), w)
 

@@ -32,7 +32,7 @@ from jaxmem.errors import UserError
 from jaxmem.sharding.arrays import map_devices
 from jaxmem.sharding.layout import current
 from jaxmem.sharding.table import Axes, if_even, is_axes, path_name, relax_resized
-from jaxmem.sharding.weights import is_quantized
+from jaxmem.sharding.weights import is_encoded
 from jaxmem.typing import AxesTree, Tree
 
 
@@ -56,7 +56,7 @@ def axes_of_state(state: Tree, params: Tree, axes: AxesTree) -> AxesTree:
     An array belongs to the parameter whose path is part of the path of the array: optax states contain trees with the
     structure of the parameters.
     """
-    weights = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
+    weights = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_encoded)
     shapes = {path: leaf.shape for path, leaf in weights}
     names = dict(jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes))
 

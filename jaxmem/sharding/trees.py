@@ -13,7 +13,7 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem.sharding.table import is_axes
-from jaxmem.sharding.weights import is_quantized
+from jaxmem.sharding.weights import is_encoded
 from jaxmem.typing import Tree
 
 Path = tuple[str, ...]
@@ -52,7 +52,7 @@ def replace_at(tree: Tree, new: Mapping[Path, Any]) -> Tree:
 def select(tree: Tree, like: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
     """The leaves of `tree` at the paths of the leaves of `like`. Leaves of `tree` may be tuples of axes."""
     leaves = jax.tree_util.tree_leaves_with_path
-    by_path = dict(leaves(tree, is_leaf=is_axes) + leaves(tree, is_leaf=lambda x: is_axes(x) or is_quantized(x)))
+    by_path = dict(leaves(tree, is_leaf=is_axes) + leaves(tree, is_leaf=lambda x: is_axes(x) or is_encoded(x)))
     return jax.tree_util.tree_map_with_path(lambda path, _: by_path[path], like, is_leaf=is_leaf)
 
 

@@ -179,8 +179,8 @@ def has_proxy(x: object) -> bool:
     return isinstance(x, StoredWeight | HookedWeight)
 
 
-def is_quantized(x: object) -> bool:
-    """Whether a weight has to be dequantized for computation."""
+def is_encoded(x: object) -> bool:
+    """Whether a weight is stored as several arrays, from which its values are decoded for computation."""
     return isinstance(x, QTensor | WithRemainder)
 
 
@@ -192,7 +192,7 @@ def differentiable(params: Tree, dtype: DTypeLike | None = None) -> Tree:
         target = jnp.dtype(w.dtype if dtype is None else dtype)
         return w if isinstance(w, jax.Array) and w.dtype == target else jnp.zeros(w.shape, target)
 
-    return jax.tree.map(proxy, params, is_leaf=is_quantized)
+    return jax.tree.map(proxy, params, is_leaf=is_encoded)
 
 
 def with_gradients(params: Tree, proxies: Tree, partial: Mapping[Any, tuple[int, ...]] = MappingProxyType({})) -> Tree:
@@ -206,7 +206,7 @@ def with_gradients(params: Tree, proxies: Tree, partial: Mapping[Any, tuple[int,
             return proxy
         return StoredWeight(w, proxy)
 
-    return jax.tree_util.tree_map_with_path(with_gradient, params, proxies, is_leaf=is_quantized)
+    return jax.tree_util.tree_map_with_path(with_gradient, params, proxies, is_leaf=is_encoded)
 
 
 MIN_BLOCK = 16  # least number of values per scale; with fewer, a quantized array could be larger than the original

@@ -21,7 +21,7 @@ from jaxmem.models.network import Flow, Layers, MatrixPart, NetworkPart, run_par
 from jaxmem.models.vocab_slices import VocabOpResult, VocabSlices
 from jaxmem.quant.precision import Params
 from jaxmem.sharding.trees import Path, merge, nest, replace_at, subtree, without
-from jaxmem.sharding.weights import differentiable, is_quantized, with_gradients
+from jaxmem.sharding.weights import differentiable, is_encoded, with_gradients
 from jaxmem.stack.reverse import ForwardPass, forward
 from jaxmem.step.model import ModelSpec
 from jaxmem.step.objective import Batch, Objective, Sums, objective_of
@@ -185,7 +185,7 @@ def forward_by_parts(
 
     def run_stack(part: Layers, flow: Flow) -> PassedStack:
         weights = subtree(trainable, part.path)
-        learns = jax.tree.map(lambda w: w is not None, weights, is_leaf=lambda w: w is None or is_quantized(w))
+        learns = jax.tree.map(lambda w: w is not None, weights, is_leaf=lambda w: w is None or is_encoded(w))
         result = forward(part.call(network(), flow), learns, spec.gradient_dtype, micro_batches)
         return PassedStack(part.path, result, nest(part.path, weights))
 

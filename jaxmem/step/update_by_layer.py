@@ -28,7 +28,7 @@ from jaxmem.sharding.host import fetch_from_host, is_on_host, put_layer, send_li
 from jaxmem.sharding.layout import shard_count
 from jaxmem.sharding.table import Axes, Role, is_axes
 from jaxmem.sharding.trees import merge, select, single_weights
-from jaxmem.sharding.weights import Weight, is_quantized
+from jaxmem.sharding.weights import Weight, is_encoded
 from jaxmem.step.state import StateSpec
 from jaxmem.step.update_vocab import VocabUpdate
 from jaxmem.typing import Tree
@@ -170,7 +170,7 @@ class LayerUpdate:
 
     def initial_carry(self, weights: Tree, layers: int) -> Updated:
         """The carry before the first update, for a part of `layers` layers."""
-        zeros = jax.tree.map(lambda _: jnp.zeros(layers, jnp.float32), weights, is_leaf=is_quantized)
+        zeros = jax.tree.map(lambda _: jnp.zeros(layers, jnp.float32), weights, is_leaf=is_encoded)
         return Updated(weights, [stack.before for stack in self.stacks], zeros)
 
     def fetch(self, carry: Updated, layer: jax.Array) -> list[Tree]:

@@ -25,7 +25,7 @@ from jaxmem.sharding.arrays import constrain
 from jaxmem.sharding.gathering import stored_axes
 from jaxmem.sharding.host import fetch_from_host, is_on_host, send_like
 from jaxmem.sharding.table import Axes, Role, axis_name, is_axes
-from jaxmem.sharding.weights import Weight, is_quantized
+from jaxmem.sharding.weights import Weight, is_encoded
 from jaxmem.typing import Tree
 
 
@@ -97,11 +97,11 @@ class VocabUpdate:
         """The gradient of slice j, without slices of the complete matrix, as a tree like `weights`."""
         weight = self._weight(weights)
         dw = gradient(weight, slices, j).astype(weight.dtype if self.dtype is None else self.dtype)
-        like = jax.tree.structure(weights, is_leaf=is_quantized)
+        like = jax.tree.structure(weights, is_leaf=is_encoded)
         return constrain_tree(jax.tree.unflatten(like, [dw]), self.group.axes, "gradients")
 
     def _weight(self, weights: Tree) -> jax.Array | QTensor:
-        (weight,) = jax.tree.leaves(weights, is_leaf=is_quantized)
+        (weight,) = jax.tree.leaves(weights, is_leaf=is_encoded)
         return weight
 
     @property

@@ -10,7 +10,7 @@ from flax.traverse_util import flatten_dict
 
 from jaxmem.errors import UserError
 from jaxmem.planning.breakdown import known_shapes
-from jaxmem.sharding.weights import is_quantized
+from jaxmem.sharding.weights import is_encoded
 from jaxmem.step.programs import program
 from tests.step.conftest import Trained, config
 
@@ -32,8 +32,8 @@ class Decoded:
     """Where another run began, its codes as the numbers that they stand for."""
 
     def __init__(self, begun):
-        numbers = lambda w: np.array(w.dequantize(np.float32)) if is_quantized(w) else w  # noqa: E731
-        self.begun = replace(begun, params=jax.tree.map(numbers, begun.params, is_leaf=is_quantized))
+        numbers = lambda w: np.array(w.dequantize(np.float32)) if is_encoded(w) else w  # noqa: E731
+        self.begun = replace(begun, params=jax.tree.map(numbers, begun.params, is_leaf=is_encoded))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config.devices import for_devices
 from jaxmem.config.optimizers import ApolloSettings, GaLoreSettings, QGaLoreSettings
 from jaxmem.errors import UserError
-from jaxmem.sharding.weights import is_quantized
+from jaxmem.sharding.weights import is_encoded
 from jaxmem.step.programs import program
 from tests.step.conftest import SMALL, Trained, batch_for, config
 from tests.support.tiers import cases
@@ -114,7 +114,7 @@ def test_sinks_and_biases_train_as_on_one_device():
     many.agrees_with(alone)
     attention, experts = (many.params["blocks"][name] for name in ("attention", "mlp"))
     assert (attention["q"]["weight"].format, experts["up"]["weight"].format) == ("nf4", "mxfp4")
-    assert not is_quantized(experts["up"]["bias"])
+    assert not is_encoded(experts["up"]["bias"])
 
 
 @pytest.mark.exhaustive

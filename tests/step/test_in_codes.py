@@ -16,7 +16,7 @@ from jaxmem.estimate.memory import estimate
 from jaxmem.estimate.state import bytes_on_device
 from jaxmem.optim import in_place
 from jaxmem.quant import FORMATS, QTensor, quantize
-from jaxmem.sharding.weights import is_quantized
+from jaxmem.sharding.weights import is_encoded
 from jaxmem.step.objective import objective_of
 from jaxmem.step.programs import program
 from tests.step.conftest import Trained, batch_for, config
@@ -25,7 +25,7 @@ INT8 = {"precision": {"parameters": "int8"}, "optimizer": {"learning_rate": 1e-2
 
 
 def values(params):
-    return jax.tree.map(lambda w: w.dequantize(jnp.float32) if is_quantized(w) else w, params, is_leaf=is_quantized)
+    return jax.tree.map(lambda w: w.dequantize(jnp.float32) if is_encoded(w) else w, params, is_leaf=is_encoded)
 
 
 def numbers(x):
@@ -44,10 +44,10 @@ def test_every_format_that_is_no_magnitude_may_hold_weights():
 
 @pytest.mark.exhaustive
 def test_matrices_are_quantized_along_their_inputs_and_vectors_are_not(alone):
-    for path, w in jax.tree_util.tree_leaves_with_path(alone.state.params, is_leaf=is_quantized):
+    for path, w in jax.tree_util.tree_leaves_with_path(alone.state.params, is_leaf=is_encoded):
         name = jax.tree_util.keystr(path)
-        assert is_quantized(w) == ("norm" not in name), name
-        if is_quantized(w):
+        assert is_encoded(w) == ("norm" not in name), name
+        if is_encoded(w):
             assert w.axis == (-1 if "embedding" in name else -2), name
 
 
@@ -127,7 +127,7 @@ def test_their_bytes_are_known_beforehand(sections):
     parts = estimate(built.cfg, "cpu").categories
     assert parts["parameters"] + parts["quantization"] == bytes_on_device(built.spec.state.params)
     if not sections:
-        codes = [w for w in jax.tree.leaves(built.spec.state.params, is_leaf=is_quantized) if is_quantized(w)]
+        codes = [w for w in jax.tree.leaves(built.spec.state.params, is_leaf=is_encoded) if is_encoded(w)]
         assert parts["quantization"] == sum(4 * w.scale.size for w in codes)
         assert parts["gradients"] == 4 * built.model.parameter_count  # in what is computed in: float32 on a CPU
 

@@ -15,7 +15,7 @@ from jaxmem.config.optimizers import AdamSettings, AdamWSettings, LionSettings, 
 from jaxmem.optim.apply import widened
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext
 from jaxmem.optim.transformation import Rate, Transformation, is_zero, with_learning_rate
-from jaxmem.sharding.weights import is_quantized
+from jaxmem.sharding.weights import is_encoded
 from jaxmem.typing import AxesTree, Tree
 
 
@@ -104,8 +104,8 @@ def _in_dtype_of_weights(tx: optax.GradientTransformation) -> optax.GradientTran
     quantized weight is that of its dequantized values."""
 
     def init(params: Tree) -> Tree:
-        plain = lambda w: jnp.zeros(w.shape, w.dtype) if is_quantized(w) else w  # noqa: E731
-        return tx.init(widened(jax.tree.map(plain, params, is_leaf=is_quantized)))
+        plain = lambda w: jnp.zeros(w.shape, w.dtype) if is_encoded(w) else w  # noqa: E731
+        return tx.init(widened(jax.tree.map(plain, params, is_leaf=is_encoded)))
 
     def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
         updates, new = tx.update(widened(updates), state, params)
