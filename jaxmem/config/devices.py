@@ -110,15 +110,30 @@ def _indivisible(cfg: Config) -> Iterator[str]:
     yield from _experts(cfg)
     yield from _own_rules(cfg)
     yield from _head_groups(cfg)
+    yield from _sequence(cfg)
+
+
+def _sequence(cfg: Config) -> Iterator[str]:
+    """An error if the tokens of a row are not divisible over `context` and `tensor`."""
+    mesh = cfg.mesh
+    model = cfg.model
+    axes = [axis for axis in SEQUENCE_AXES if getattr(mesh, axis) > 1]
+    over = " and ".join(f"mesh.{axis}={getattr(mesh, axis)}" for axis in axes)
     parts = time_parts(mesh)
     prompt_length = cfg.prompt_length
     length = cfg.data.sequence_length
-    if isinstance(cfg.model, Decoder) and (length + prompt_length) % parts:
-        over = " and ".join(f"mesh.{axis}={getattr(mesh, axis)}" for axis in SEQUENCE_AXES if getattr(mesh, axis) > 1)
+    if isinstance(model, Decoder) and (length + prompt_length) % parts:
         near = nearest_numbers(length, range(parts - prompt_length % parts, length + parts + 1, parts))
         prompt = f" plus adapter.virtual_tokens={prompt_length}" if prompt_length else ""
         given = f"data.sequence_length={length}{prompt} is not divisible by {parts}, as {over} requires"
         yield f"{given}; use data.sequence_length={near}"
+    parts = mesh.context * mesh.tensor
+    if isinstance(model, Vit) and model.patches % parts:
+        size = getattr(mesh, axes[-1])
+        sizes = [n for n in divisors(model.patches) if model.patches % (parts // size * n) == 0]
+        given = f"the {model.patches} patches of model.image_size={model.image_size} and model.patch={model.patch}"
+        near = nearest_numbers(size, sizes or [1])
+        yield f"{given} are not divisible by {parts}, as {over} requires; use mesh.{axes[-1]}={near}"
 
 
 def _experts(cfg: Config) -> Iterator[str]:

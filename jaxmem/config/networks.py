@@ -243,6 +243,11 @@ class Vit(ImageInput):
     heads: Count = setting(4, "attention heads")
     dropout: Fraction = setting(0.0, _DROPOUT)
 
+    @property
+    def patches(self) -> int:
+        """The tokens of an image."""
+        return (self.image_size // self.patch) ** 2
+
     def dims(self) -> dict[str, dict[str, int]]:
         sizes = {"embed": self.embed, "heads": self.heads, "kv_heads": self.heads, "mlp": self.mlp}
         return {name: {name: size} for name, size in sizes.items()}

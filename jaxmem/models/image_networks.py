@@ -198,10 +198,9 @@ class Vit(ImageNetwork):
     def __init__(self, cfg: networks.Vit, rngs: nnx.Rngs, execution: Execution = Execution()):
         self.cfg = cfg
         self.execution = execution
-        patches = (cfg.image_size // cfg.patch) ** 2
         self.patches = Linear(rngs, cfg.patch**2 * cfg.channels, cfg.embed, ("patch", "embed"), bias=True)
         # Positions are as large as the embedded pixels, so that they differ from the first update on.
-        self.position = new_weight(rngs, (patches, cfg.embed), ("patch", "embed"), scale=1.0)
+        self.position = new_weight(rngs, (cfg.patches, cfg.embed), ("patch", "embed"), scale=1.0)
         self.blocks = stacked(self._block, cfg.layers, rngs)
         self.norm = LayerNorm(cfg.embed)
         self.head = Linear(rngs, cfg.embed, cfg.outputs, ("embed", "classes"), bias=True)

@@ -128,7 +128,7 @@ def attention_request(cfg: Config, platform: str) -> Request | None:
         window = model.window
         soft_cap = model.attention_soft_cap
     else:
-        length = (model.image_size // model.patch) ** 2
+        length = model.patches
         dim = model.embed // model.heads
         window = None
         soft_cap = None

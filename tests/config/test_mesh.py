@@ -145,6 +145,12 @@ def test_rows():
             ["mesh.replica=2", "mesh.fsdp=4", "model.embed=68", "rules.optimizer=[replica]"],
             "model.embed=68 ... mesh.fsdp=4 x mesh.replica=2 ... mesh.fsdp=2 ... rules.optimizer=[]",
         ),
+        (
+            PICTURES,
+            3,
+            ["mesh.tensor=3", "model.heads=3", "model.embed=48", "model.mlp=48"],
+            "the 16 patches of model.image_size=8 and model.patch=2 ... by 3, as mesh.tensor=3 ... use mesh.tensor=2",
+        ),
         (PICTURES, 8, ["mesh.tensor=8"], "model.heads=4 ... mesh.tensor=8 ... mesh.tensor=4"),
         (
             PICTURES,
