@@ -24,6 +24,7 @@ import numpy as np
 from jaxmem.config.sections import Config
 from jaxmem.data.corpus import Corpus, Split
 from jaxmem.data.packing import Batch, OrderedRecords, Rows, RowStream, TextRows
+from jaxmem.data.record_order import RecordOrder, records_of_epochs
 from jaxmem.data.records import Document
 from jaxmem.errors import UserError
 from jaxmem.typing import JsonDict
@@ -121,7 +122,7 @@ class Loader(AbstractContextManager["Loader"]):
 
             [images] = self.corpus.sources
             order = self.corpus.order(self._split)
-            return ImageRows(self._cfg, images, order, rows, self._records_to_read(len(order)))
+            return ImageRows(self._cfg, images, order, rows, self._records_to_read(order))
         shards = self._shards or Shards(1, self._columns)
         records = self._records(shards.count, np.unique(shards.shard_of(rows)).tolist())
         stride = self._cfg.batch.global_size // shards.count
@@ -138,7 +139,7 @@ class Loader(AbstractContextManager["Loader"]):
         corpus = self.corpus
         if self._shards is None:
             order = corpus.order(self._split)
-            total = self._records_to_read(len(order))
+            total = self._records_to_read(order)
             records = OrderedRecords(
                 documents=lambda place: corpus.documents(*order[place]),
                 has=lambda place: place < total,
@@ -150,15 +151,15 @@ class Loader(AbstractContextManager["Loader"]):
             stream.used.clear()
         return {shard: _streamed(cfg, corpus, (shard, count)) for shard in shards}
 
-    def _records_to_read(self, records: int) -> int:
-        """The number of records until the split ends. `records`: of one epoch."""
+    def _records_to_read(self, order: RecordOrder) -> int:
+        """The number of records until the split ends."""
         is_train = self._split == "train"
         epochs = self._cfg.data.epochs if is_train else 1
-        total = epochs * records if epochs is not None else sys.maxsize
+        total = records_of_epochs(order, epochs) if epochs is not None else sys.maxsize
         size = self._cfg.batch.global_size
         if is_train and total * self.corpus.sources[0].documents_per_record < size:
             raise UserError(
-                f"data.epochs={epochs} of {records} records is less than one batch of batch.global_size="
+                f"data.epochs={epochs} of {len(order)} records is less than one batch of batch.global_size="
                 f"{size}; decrease batch.global_size or increase data.epochs"
             )
         return total

@@ -2,30 +2,28 @@
 
 It is built on grain's map datasets: `order[k]` is the k-th record of an endless order, found in O(1) memory and time,
 so that a position is one number and each row of a batch has its own position. Epoch e of a source is order[e * n : (e +
-1) * n], with another permutation in each epoch. Classes that replace a method of grain (shuffle of blocks, weights of a
-mixture) state the reason. Changing an order would change runs that resume.
+1) * n], with another permutation in each epoch. A class that replaces a part of grain (shuffle of blocks, weights of a
+mixture) states the reason. Changing an order would change runs that resume.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxmem.errors import UserError
 
-if TYPE_CHECKING:
-    import grain
-
 Record = tuple[int, int]  # source, record of it
 
 
 class RecordOrder(Protocol):
-    """An endless order of records, a grain MapDataset; its length is an epoch."""
+    """An endless order of records; its length is an epoch."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, place: int, /) -> tuple[int, Any]: ...  # source, record of it
@@ -133,12 +131,12 @@ class _BlockShuffle:
 
 
 class WeightedSelection:
-    """A grain selection map: the source of the k-th record, so that each has its share of any prefix.
+    """The source of the k-th record of a mixture, so that each has its share of any prefix.
 
     Of k records, the other sources together provide their share, rounded, and the source of the largest weight provides
     the rest. The records of the other sources are divided among them in the same way. So the difference between the
     records of a source and its share is at most half a record for two sources, one for three, two for twenty. Weights
-    are exact, in integers; grain's own mixture rounds weights to hundredths of the smallest.
+    are exact, in integers; grain's mixture rounds weights to hundredths of the smallest.
     """
 
     def __init__(self, lengths: Sequence[int], weights: Sequence[float]) -> None:
@@ -150,10 +148,7 @@ class WeightedSelection:
         for i, source in enumerate(sources):
             later_share = sum(exact[i + 1 :], Fraction(0)) / sum(exact[i:], Fraction(0))
             self._rests.append((source, later_share.numerator, later_share.denominator))
-        # An epoch ends before any source would begin its second epoch.
-        self._length = bisect_right(
-            range(sum(lengths)), 0, key=lambda k: any(map(int.__gt__, self.counts(k + 1), lengths))
-        )
+        self._lengths = lengths
 
     def counts(self, total: int) -> list[int]:
         """How many of the first `total` records each source provides."""
@@ -164,8 +159,10 @@ class WeightedSelection:
             total = later
         return counts
 
-    def __len__(self) -> int:
-        return self._length
+    def records(self, epochs: int) -> int:
+        """The number of records until a source would begin another epoch."""
+        most = [epochs * length for length in self._lengths]
+        return bisect_right(range(sum(most)), 0, key=lambda k: any(map(int.__gt__, self.counts(k + 1), most)))
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         before = index
@@ -177,6 +174,26 @@ class WeightedSelection:
             before = later_before
             after = later_after
         raise AssertionError("unreachable: the last source provides every record that no other source provides")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The order of records of several sources, each in its own order."""
+
+    parts: Sequence[RecordOrder]
+    selection: WeightedSelection
+
+    def __len__(self) -> int:
+        return self.selection.records(1)
+
+    def __getitem__(self, place: int) -> Record:
+        source, index = self.selection[place]
+        return self.parts[source][index]
+
+
+def records_of_epochs(order: RecordOrder, epochs: int) -> int:
+    """The number of records until one would be read more often than `epochs` times."""
+    return order.selection.records(epochs) if isinstance(order, Mixture) else epochs * len(order)
 
 
 def round_half_up(numerator: int, denominator: int) -> int:
@@ -203,8 +220,8 @@ def training_order(
     held_out: float,
     seed: int,
     shuffle: bool,
-) -> grain.MapDataset[Record]:
-    """An endless grain MapDataset of (source, record); its length is an epoch.
+) -> RecordOrder:
+    """An endless order; its length is an epoch.
 
     Args:
         counts: the number of records of each source.
@@ -233,8 +250,8 @@ def training_order(
     return _mixture(parts, weights)
 
 
-def held_out_order(counts: Sequence[int], weights: Sequence[float], *, held_out: float) -> grain.MapDataset[Record]:
-    """A grain MapDataset of the held-out records, each once."""
+def held_out_order(counts: Sequence[int], weights: Sequence[float], *, held_out: float) -> RecordOrder:
+    """The order of the held-out records."""
     import grain
 
     if not held_out:
@@ -243,10 +260,5 @@ def held_out_order(counts: Sequence[int], weights: Sequence[float], *, held_out:
     return _mixture([grain.MapDataset.source(part) for part in parts], weights)
 
 
-def _mixture(parts: Sequence[grain.MapDataset[Record]], weights: Sequence[float]) -> grain.MapDataset[Record]:
-    import grain
-
-    if len(parts) == 1:
-        return parts[0]
-    selection = WeightedSelection([len(part) for part in parts], weights)
-    return grain.MapDataset.select_from_datasets(parts, selection)
+def _mixture(parts: Sequence[RecordOrder], weights: Sequence[float]) -> RecordOrder:
+    return parts[0] if len(parts) == 1 else Mixture(parts, WeightedSelection([len(part) for part in parts], weights))

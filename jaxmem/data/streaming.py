@@ -17,6 +17,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from jaxmem.config.hub import DatasetFiles
@@ -222,7 +223,19 @@ def held_out_records(sources: Sequence[StreamedFiles], held_out: float) -> Recor
         if first is None:
             raise EmptyDataError(files.names)
         opened.append(first)
-    order = held_out_order(
-        [len(records) for records in opened], [records.source.weight for records in opened], held_out=held_out
-    )
-    return order.map(lambda record: (record[0], (0, record[1])))
+    weights = [records.source.weight for records in opened]
+    return _InFirstFiles(held_out_order([len(records) for records in opened], weights, held_out=held_out))
+
+
+@dataclass(frozen=True)
+class _InFirstFiles:
+    """An order of the records of the first file of each source."""
+
+    order: RecordOrder
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, place: int) -> tuple[int, FileRecord]:
+        source, record = self.order[place]
+        return source, (0, record)

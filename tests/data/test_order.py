@@ -110,3 +110,13 @@ def test_a_mixture_keeps_its_weights_in_every_prefix(weights: list[float]) -> No
             assert abs(taken[i] - exact) <= {2: 0.5, 3: 1.0}.get(len(weights), 1.5)
         if k < len(found):
             assert all(taken[i] <= lengths[i] for i in taken)  # an epoch repeats nothing
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=2, max_size=5), st.integers(1, 4))
+@example([0.5, 3.7], 3)
+def test_epochs_of_a_mixture_read_no_record_more_often(weights: list[float], epochs: int) -> None:
+    lengths = [13 + 75 * i for i in range(len(weights))]
+    found = order.training_order(lengths, weights, [None] * len(weights), held_out=0.0, seed=0, shuffle=False)
+    total = order.records_of_epochs(found, epochs)
+    assert max(Counter(found[k] for k in range(total)).values()) <= epochs
+    assert max(Counter(found[k] for k in range(total + 1)).values()) == epochs + 1
