@@ -72,6 +72,16 @@ def test_train_leaves_a_run_that_can_be_run_again(run: Path) -> None:
         load(run.parent, None, 8)
 
 
+def test_a_renamed_run_does_not_begin_again_without_its_checkpoints_elsewhere(tmp_path: Path) -> None:
+    run = tmp_path / "after"
+    run.mkdir()
+    settings = {"name": "before", "model": {"preset": "tiny"}, "train": {"steps": 1}, "checkpoint": {"path": "kept"}}
+    (run / "config.yaml").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="after was renamed from before, .* in kept; name it before again"):
+        load(run, None, 8)
+    assert load(run, ["name=other"], 8).name == "other"
+
+
 def test_a_finished_run_names_the_settings_that_it_ignores(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (run / "report.html").stat()
     changes = ("optimizer.learning_rate=0.5", "train.steps=3")

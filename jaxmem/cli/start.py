@@ -44,6 +44,13 @@ def load(config: Path, overrides: list[str] | None, simulate: int | None, *, onl
     elif config.is_dir():
         raise UserError(f"{config} contains no config.yaml; use a YAML file or the directory of a run")
     cfg = load_config(config, overrides or [], is_run=is_run)
+    if is_run and cfg.checkpoint.path is not None:
+        before = load_config(config, is_run=True).name
+        if cfg.name == place.name != before:
+            raise UserError(
+                f"{place} was renamed from {before}, the name of its checkpoints in {cfg.checkpoint.path}; name it"
+                f" {before} again"
+            )
     take_devices(simulate, only_compile=only_compile)
     return cfg
 
