@@ -208,16 +208,19 @@ def _experts_choice(cfg: Config, platform: str, capability: int | None, failed: 
     form = precision.parameters if stays_quantized else "dense"
     kind = f"{form} {compute_dtype(cfg.precision, platform).name}"
     in_fp8 = any(cfg.precision.is_fp8(f"blocks.mlp.{name}") for name in ("gate", "up", "down"))
+    of_format = None
+    if stays_quantized:
+        of_format = experts_refusal(form, _expert_blocks(precision, model, cfg.mesh.tensor))
     named = cfg.memory.experts
     if named == "triton" and in_fp8:
         use = "memory.experts=auto, or precision.fp8_layers without experts, e.g. ['*.attention.*']"
         raise UserError(unsupported(f"{EXPERTS}=triton", "experts in precision.fp8_layers", use))
+    if named == "triton" and of_format:
+        raise UserError(f"{EXPERTS}=triton: {of_format}; use {EXPERTS}=auto")
     if named != "auto":
         return Choice(named, EXPERTS, kind)
     refusal = "triton does not support precision.compute=fp8" if in_fp8 else failed.get("triton")
-    refusal = refusal or triton_refusal(capability)
-    if stays_quantized:
-        refusal = refusal or experts_refusal(form, _expert_blocks(precision, model, cfg.mesh.tensor))
+    refusal = refusal or triton_refusal(capability) or of_format
     return _first_supported(_FUSED_EXPERTS, {"triton": refusal}, "blockwise", capability, kind)
 
 

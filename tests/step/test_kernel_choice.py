@@ -3,6 +3,7 @@
 import pytest
 
 from jaxmem.config.methods import run_config
+from jaxmem.errors import UserError
 from jaxmem.planning.compile import CompiledProgram
 from jaxmem.planning.result import Plan
 from jaxmem.planning.targets import parse_target, target_devices
@@ -66,6 +67,13 @@ def test_experts(capability, overrides, chosen, why):
     assert why in found.why
     assert resolve_kernels(cfg, platform, capability).memory.experts == chosen
     assert kernel_choices(run_config("llama3-8b", method="qlora"), platform, capability).experts is None
+
+
+def test_experts_in_a_format_that_the_named_kernel_does_not_dequantize():
+    cfg = run_config("qwen3-30b-a3b", ["adapter.base=uint8", "memory.experts=triton"], method="qlora")
+    refusal = "memory.experts=triton: triton does not dequantize uint8; .*; use memory.experts=auto"
+    with pytest.raises(UserError, match=refusal):
+        kernel_choices(cfg, "gpu", 90)
 
 
 @pytest.mark.exhaustive
