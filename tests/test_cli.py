@@ -77,7 +77,7 @@ def test_a_renamed_run_does_not_begin_again_without_its_checkpoints_elsewhere(tm
     run.mkdir()
     settings = {"name": "before", "model": {"preset": "tiny"}, "train": {"steps": 1}, "checkpoint": {"path": "kept"}}
     (run / "config.yaml").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match="after was renamed from before, .* in kept; name it before again"):
+    with pytest.raises(UserError, match=r"after was renamed from before, .* in kept; name it before again"):
         load(run, None, 8)
     assert load(run, ["name=other"], 8).name == "other"
 
