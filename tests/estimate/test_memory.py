@@ -69,6 +69,18 @@ def test_state_is_exact(zero: int, mesh: dict[str, int], parameters: str, master
     assert parts["batch"] == bytes_on_device(built.spec.batch)
 
 
+@pytest.mark.parametrize(("stages", "rounds"), [(2, 1), (4, 1), (2, 2)])
+def test_the_state_of_identity_layers_is_exact(stages: int, rounds: int) -> None:
+    """5 layers on stages that do not divide them."""
+    model = {**config().model.model_dump(exclude_none=True), "layers": 5}
+    sections = {"mesh": {"stage": stages}, "batch": {"global_size": 8, "accumulate": 4}, "pipeline": {"rounds": rounds}}
+    built = program(config(model=model, **sections), jax.devices()[:stages])
+    guess = estimate(built.cfg, "cpu")
+    assert guess.categories["parameters"] == bytes_on_device(built.spec.state.params)
+    assert guess.categories["optimizer"] == bytes_on_device(built.spec.state.opt_state)
+    assert guess.host == guess.categories["parameters"] + guess.categories["optimizer"]
+
+
 @pytest.mark.exhaustive
 def test_the_state_of_adapters_is_exact() -> None:
     built = program(config(mesh={"fsdp": 4, "tensor": 2}, adapter={"kind": "qlora", "rank": 4}))
