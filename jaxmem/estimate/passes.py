@@ -121,6 +121,9 @@ def passes_of(cfg: Config, platform: str) -> TracedPasses:
     if pipeline := pipeline_of(cfg):  # one group of layers
         of_layers = of_layers.replace(model={"layers": pipeline.group})
     layers = _trace("layers", of_layers, tensor)
+    if cfg.mesh.expert > 1:
+        saving = _trace("layers", with_recomputed_experts(of_layers), tensor)
+        layers = dataclasses.replace(layers, saved=saving.saved, offloaded=saving.offloaded)
     if pipeline:
         layers = layers.times(layers_per_pass(cfg) / pipeline.group)
     loss = _trace("loss", shape.replace(memory=Memory(loss_chunk=shape.memory.loss_chunk)), tensor)
@@ -129,6 +132,11 @@ def passes_of(cfg: Config, platform: str) -> TracedPasses:
     return TracedPasses(
         0 if all_offloaded else saved, offloaded, layers.matmuls + loss.matmuls, layers.kernels + loss.kernels
     )
+
+
+def with_recomputed_experts(shape: Config) -> Config:
+    """A shape whose backward pass recomputes the MLPs of experts, as it always does along `mesh.expert`."""
+    return shape.replace(memory={"experts": "blockwise"})
 
 
 def passes_per_update(cfg: Config) -> float:
@@ -184,12 +192,11 @@ def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
     matmuls: list[Matmul] = []
     kernels = 0.0
     for eqn, times in equations(traced.jaxpr, 1):
-        if eqn.primitive.name in MATMULS:
-            matmuls.append(matmul(eqn, times))
+        if eqn.primitive.name in (*MATMULS, *KERNELS):
+            matmuls.append(cost_of(eqn, times))
         if eqn.primitive.name in (*MATMULS, "dynamic_update_slice"):
             kernels += _KERNELS_PER_MATMUL * times
         elif eqn.primitive.name in KERNELS:
-            matmuls.append(_kernel(eqn, times))
             kernels += times
     return TracedPasses(int(saved[DEVICE]), int(saved[HOST]), tuple(matmuls), round(kernels))
 
@@ -256,8 +263,10 @@ def inside(eqn: Any, times: float) -> Iterator[tuple[Any, float]]:
                 yield from equations(part, times)
 
 
-def matmul(eqn: Any, times: float) -> Matmul:
-    """The cost of a `dot_general` or a convolution."""
+def cost_of(eqn: Any, times: float) -> Matmul:
+    """The cost of a `dot_general`, a convolution or a kernel."""
+    if eqn.primitive.name in KERNELS:
+        return _kernel(eqn, times)
     left, right = (x.aval for x in eqn.invars[:2])
     out = eqn.outvars[0].aval
     if eqn.primitive.name == "dot_general":

@@ -35,6 +35,22 @@ WIDE = {
     "head_dim": 64,
 }
 
+LATENT = {
+    **WIDE,
+    "preset": "deepseek-v2-lite",
+    "head_dim": 192,
+    "layers": 4,
+    "mlp": 384,
+    "kv_heads": 8,
+    "experts": {
+        "count": 8,
+        "top_k": 2,
+        "shared": 768,
+        "shared_gate": False,
+        "dense_layers": [0, 1],
+        "dense_mlp": 4096,
+    },
+}
 ADAPTED_EXPERTS = {
     "model": {**WIDE, "layers": 4, "mlp": 768, "experts": {"count": 64, "top_k": 4}},
     "batch": {"global_size": 1},
@@ -140,6 +156,18 @@ def test_the_state_of_adapters_is_exact() -> None:
                 "batch": {"global_size": 64, "accumulate": 4},
             },
         ),
+        # The backward pass recomputes the experts of other devices' tokens, whatever the policy saves.
+        (
+            2,
+            {
+                "model": {**WIDE, "mlp": 384, "experts": {"count": 8, "top_k": 2}},
+                "memory": {"remat": "none"},
+                "mesh": {"expert": 2},
+                "batch": {"global_size": 8},
+            },
+        ),
+        # `tensor` shards the hidden units of layers without experts and of shared experts.
+        (4, {"model": LATENT, "memory": {"remat": "none"}, "mesh": {"tensor": 4}, "batch": {"global_size": 2}}),
         # Experts in host memory: those of a layer and of the next one are on the device.
         exhaustive(1, {**ADAPTED_EXPERTS, "adapter": {"kind": "lora", "targets": ["blocks.attention.*"]}}),
         exhaustive(1, {**ADAPTED_EXPERTS, "adapter": {"kind": "lora", "targets": ["blocks.*"], "rank": 4}}),
