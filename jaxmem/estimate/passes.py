@@ -7,12 +7,13 @@ the trace.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.extend.core import Literal
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxmem import config
 from jaxmem.config import Config, Decoder, Memory
@@ -185,13 +186,19 @@ def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
             return run(with_gradients(params, proxies, built.model.selection.partial_stacks), batch, *inputs)
 
         y, back = jax.vjp(forward, differentiable(built.model.select(params)), *inputs)
-        return jax.tree.leaves(back), back(jax.tree.map(jax.numpy.ones_like, y))
+        saved, backward = jax.tree.flatten(back)
+        gradients = jax.jit(lambda saved, y: jax.tree.unflatten(backward, saved)(y))
+        return saved, gradients(saved, jax.tree.map(jax.numpy.ones_like, y))
 
     traced, (outs, _) = jax.make_jaxpr(both, return_shape=True)(params, batch, *inputs)
-    saved = _saved(traced.jaxpr, len(outs), shape.model, tensor)
+    # The rule of a matmul also computes the gradient of a frozen weight, which XLA removes, with what only it reads.
+    needed, _ = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars), instantiate=True)
+    read = {x for x in needed.eqns[-1].invars if not isinstance(x, Literal)}
+    residuals = [x for x in traced.jaxpr.outvars[: len(outs)] if not isinstance(x, Literal) and x in read]
+    saved = _saved(traced.jaxpr, residuals, shape.model, tensor)
     matmuls: list[Matmul] = []
     kernels = 0.0
-    for eqn, times in equations(traced.jaxpr, 1):
+    for eqn, times in equations(needed, 1):
         if eqn.primitive.name in (*MATMULS, *KERNELS):
             matmuls.append(cost_of(eqn, times))
         if eqn.primitive.name in (*MATMULS, "dynamic_update_slice"):
@@ -201,13 +208,12 @@ def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
     return TracedPasses(int(saved[DEVICE]), int(saved[HOST]), tuple(matmuls), round(kernels))
 
 
-def _saved(traced: Any, outs: int, model: Any, tensor: int) -> dict[Any, float]:
-    """Bytes of the first `outs` results of a trace by memory space, without inputs; for a decoder, only of results of
-    layers."""
+def _saved(traced: Any, outs: Sequence[Any], model: Any, tensor: int) -> dict[Any, float]:
+    """Bytes of these results of a trace by memory space, without inputs; for a decoder, only of results of layers."""
     made_by = {out: eqn for eqn in traced.eqns for out in eqn.outvars}
     saved = dict.fromkeys(jax.memory.Space, 0.0)
-    for out in traced.outvars[:outs]:
-        if isinstance(out, Literal) or out not in made_by:
+    for out in outs:
+        if out not in made_by:
             continue
         eqn = made_by[out]
         size = float(_bytes(out.aval))
@@ -251,6 +257,9 @@ def inside(eqn: Any, times: float) -> Iterator[tuple[Any, float]]:
     elif eqn.primitive.name == "cond":  # the branch of false is first; a scope states how often each branch runs
         share = mean_runs(str(eqn.source_info.name_stack))
         branches = eqn.params["branches"]
+        if eqn.params.get("branches_platforms"):  # of `jax.lax.platform_dependent`, whose default is last
+            yield from equations(branches[-1].jaxpr, times)
+            return
         for branch, runs in zip(branches, (1 - share, share) if share != 1 else (1,) * len(branches), strict=True):
             yield from equations(branch.jaxpr, times * runs)
         return
