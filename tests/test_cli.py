@@ -22,6 +22,7 @@ from jaxmem.machine import devices
 from jaxmem.machine.stderr import filtered
 from jaxmem.planning.result import plan
 from jaxmem.search.knobs import DEFAULT_ALLOW
+from jaxmem.search.nearest import Nearest
 from jaxmem.training.memory_check import DoesNotFitError
 
 ROOT = Path(__file__).parents[1]
@@ -165,6 +166,19 @@ def test_a_plan_that_does_not_fit(
     assert "trackers" not in written.read_text(), "only what differs from the defaults"
     cfg = load_config(written)
     assert (cfg.adapter.kind, cfg.data.sequence_length, cfg.batch.global_size) == ("qlora", 64, 8)
+
+
+def test_suggested_commands_have_the_options_of_the_plan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = SimpleNamespace(as_json=dict, fits=False, target=SimpleNamespace(gpu=None))
+    near = Nearest(["memory.remat=full"], None, [], 1, None)
+    monkeypatch.setattr("jaxmem.planning.result.plan", lambda *_, **__: planned)
+    monkeypatch.setattr("jaxmem.search.nearest.nearest_fitting", lambda *_: [near])
+    options = ("--batch", "2", "--reserve", "0.5", "--target", "h100-80gb:2")
+    code, _, err = jaxmem("plan", "tiny", *options, "--json", capsys=capsys)
+    assert code == 3
+    assert f"  jaxmem plan tiny {' '.join(options)} memory.remat=full\n" in err
 
 
 def test_the_first_plan_for_gpus_names_what_other_scripts_need(

@@ -86,7 +86,8 @@ def plan(
     if check and not planned.fits:
         from jaxmem.search.comparison import command_line
 
-        given = {"overrides": overrides or [], "sequence_length": sequence_length, "batch": batch}
+        sizes = {"sequence_length": sequence_length, "batch": batch, "reserve": reserve}
+        given = {"overrides": overrides or [], **sizes}
         where = ["--target", target] if target else ["--simulate", str(simulate)] if simulate else []
         _suggest(planned, ["jaxmem", "plan", *command_line(source or "", given), *where], method)
 

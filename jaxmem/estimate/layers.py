@@ -16,7 +16,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 
 from jaxmem.config import Config, Decoder
-from jaxmem.estimate.passes import LOOPS, MATMULS, inside, matmul, on_one_device, shape_of, without_sharding
+from jaxmem.estimate.passes import (
+    KERNELS,
+    LOOPS,
+    MATMULS,
+    cost_of,
+    inside,
+    on_one_device,
+    shape_of,
+    with_recomputed_experts,
+    without_sharding,
+)
 from jaxmem.sharding.share import share_of
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack.apply import checkpointed
@@ -82,6 +92,8 @@ def layers_of(cfg: Config, platform: str) -> list[Layer]:
     """One layer of each stack of a config whose mesh is resolved, for one sequence, on one of the devices that shard
     the sequence."""
     shape = shape_of(cfg, platform).replace(memory={"remat": "none", "offload": "none", "attention": "auto"})
+    if cfg.mesh.expert > 1:
+        shape = with_recomputed_experts(shape)
     built = on_one_device(shape.replace(model=share_of(cfg).part_of_model))
     params = jax.tree.map(without_sharding, built.spec.state.params)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.spec.batch)
@@ -170,9 +182,9 @@ class _Operations:
         parts = [(eqn, 1), *(inside(eqn, 1) if eqn.primitive.name in LOOPS else ())]  # (operation, number of runs)
         flops = round(
             sum(
-                matmul(operation, times).flops * times
+                cost_of(operation, times).flops * times
                 for operation, times in parts
-                if operation.primitive.name in MATMULS
+                if operation.primitive.name in (*MATMULS, *KERNELS)
             )
         )
         return LayerOperation(sources, flops, elements, self._back)

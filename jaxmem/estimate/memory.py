@@ -16,7 +16,6 @@ import numpy as np
 
 from jaxmem.config import Config, Decoder, Memory
 from jaxmem.config.names import is_offloaded
-from jaxmem.config.networks import pipelined_layers
 from jaxmem.estimate.categories import ROLE_OF_CATEGORY, SAVED
 from jaxmem.estimate.chunks import loss_chunk, mlp_chunk
 from jaxmem.estimate.passes import passes_in_memory, passes_of
@@ -30,7 +29,7 @@ from jaxmem.sharding.gathering import MIN_TOKENS_PER_ROW
 from jaxmem.sharding.share import DeviceShare, share_of
 from jaxmem.sharding.table import Role
 from jaxmem.step.batches import batch_spec
-from jaxmem.step.execution import chunking, repeats_forward
+from jaxmem.step.execution import chunking, pipeline_of, repeats_forward
 from jaxmem.step.programs import Program
 
 FLOAT32 = 4  # bytes
@@ -174,8 +173,8 @@ def _update_during(
     """Bytes of gradients and updates with `memory.update: during`. During the backward pass of the layers, the
     gradients of one layer and of all parameters outside of layers exist; afterwards the gradients of parameters
     outside exist, and the largest update. `width`: bytes per element of the compute dtype."""
-    if cfg.mesh.stage > 1:
-        return _update_in_stages(size_of, state, pipelined_layers(cfg.model), cfg.batch.accumulate)
+    if pipeline := pipeline_of(cfg):
+        return _update_in_stages(size_of, state, pipeline.stored, cfg.batch.accumulate)
     # Embedding and output matrices are updated in slices, unless their complete gradients are needed.
     needs_all = sizes is None or sizes.has_all_logits or cfg.optimizer.needs_whole_embedding
     updated = [leaf for leaf in state.trainable if needs_all or "vocab" not in leaf.axes]
@@ -188,7 +187,7 @@ def _update_during(
 def _update_in_stages(size_of: DeviceBytes, state: StateLeaves, layers: int, micro_batches: int) -> int:
     """Bytes of gradients with `memory.update: during` on pipeline stages: the float32 sums, and the largest gradient of
     a layer or of a parameter outside of the stages. With one micro-batch, layers of stages have no sums. `layers`: of
-    all stages."""
+    all stages, with identity layers."""
     inside = [leaf for leaf in state.trainable if leaf.is_stacked and leaf.shape[0] == layers]
     outside = [leaf for leaf in state.trainable if leaf not in inside]
     sums = size_of("gradients", outside if micro_batches == 1 else state.trainable, FLOAT32)

@@ -7,12 +7,13 @@ the trace.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.extend.core import Literal
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxmem import config
 from jaxmem.config import Config, Decoder, Memory
@@ -121,6 +122,9 @@ def passes_of(cfg: Config, platform: str) -> TracedPasses:
     if pipeline := pipeline_of(cfg):  # one group of layers
         of_layers = of_layers.replace(model={"layers": pipeline.group})
     layers = _trace("layers", of_layers, tensor)
+    if cfg.mesh.expert > 1:
+        saving = _trace("layers", with_recomputed_experts(of_layers), tensor)
+        layers = dataclasses.replace(layers, saved=saving.saved, offloaded=saving.offloaded)
     if pipeline:
         layers = layers.times(layers_per_pass(cfg) / pipeline.group)
     loss = _trace("loss", shape.replace(memory=Memory(loss_chunk=shape.memory.loss_chunk)), tensor)
@@ -129,6 +133,11 @@ def passes_of(cfg: Config, platform: str) -> TracedPasses:
     return TracedPasses(
         0 if all_offloaded else saved, offloaded, layers.matmuls + loss.matmuls, layers.kernels + loss.kernels
     )
+
+
+def with_recomputed_experts(shape: Config) -> Config:
+    """A shape whose backward pass recomputes the MLPs of experts, as it always does along `mesh.expert`."""
+    return shape.replace(memory={"experts": "blockwise"})
 
 
 def passes_per_update(cfg: Config) -> float:
@@ -177,30 +186,34 @@ def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
             return run(with_gradients(params, proxies, built.model.selection.partial_stacks), batch, *inputs)
 
         y, back = jax.vjp(forward, differentiable(built.model.select(params)), *inputs)
-        return jax.tree.leaves(back), back(jax.tree.map(jax.numpy.ones_like, y))
+        saved, backward = jax.tree.flatten(back)
+        gradients = jax.jit(lambda saved, y: jax.tree.unflatten(backward, saved)(y))
+        return saved, gradients(saved, jax.tree.map(jax.numpy.ones_like, y))
 
     traced, (outs, _) = jax.make_jaxpr(both, return_shape=True)(params, batch, *inputs)
-    saved = _saved(traced.jaxpr, len(outs), shape.model, tensor)
+    # The rule of a matmul also computes the gradient of a frozen weight, which XLA removes, with what only it reads.
+    needed, _ = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars), instantiate=True)
+    read = {x for x in needed.eqns[-1].invars if not isinstance(x, Literal)}
+    residuals = [x for x in traced.jaxpr.outvars[: len(outs)] if not isinstance(x, Literal) and x in read]
+    saved = _saved(traced.jaxpr, residuals, shape.model, tensor)
     matmuls: list[Matmul] = []
     kernels = 0.0
-    for eqn, times in equations(traced.jaxpr, 1):
-        if eqn.primitive.name in MATMULS:
-            matmuls.append(matmul(eqn, times))
+    for eqn, times in equations(needed, 1):
+        if eqn.primitive.name in (*MATMULS, *KERNELS):
+            matmuls.append(cost_of(eqn, times))
         if eqn.primitive.name in (*MATMULS, "dynamic_update_slice"):
             kernels += _KERNELS_PER_MATMUL * times
         elif eqn.primitive.name in KERNELS:
-            matmuls.append(_kernel(eqn, times))
             kernels += times
     return TracedPasses(int(saved[DEVICE]), int(saved[HOST]), tuple(matmuls), round(kernels))
 
 
-def _saved(traced: Any, outs: int, model: Any, tensor: int) -> dict[Any, float]:
-    """Bytes of the first `outs` results of a trace by memory space, without inputs; for a decoder, only of results of
-    layers."""
+def _saved(traced: Any, outs: Sequence[Any], model: Any, tensor: int) -> dict[Any, float]:
+    """Bytes of these results of a trace by memory space, without inputs; for a decoder, only of results of layers."""
     made_by = {out: eqn for eqn in traced.eqns for out in eqn.outvars}
     saved = dict.fromkeys(jax.memory.Space, 0.0)
-    for out in traced.outvars[:outs]:
-        if isinstance(out, Literal) or out not in made_by:
+    for out in outs:
+        if out not in made_by:
             continue
         eqn = made_by[out]
         size = float(_bytes(out.aval))
@@ -244,6 +257,9 @@ def inside(eqn: Any, times: float) -> Iterator[tuple[Any, float]]:
     elif eqn.primitive.name == "cond":  # the branch of false is first; a scope states how often each branch runs
         share = mean_runs(str(eqn.source_info.name_stack))
         branches = eqn.params["branches"]
+        if eqn.params.get("branches_platforms"):  # of `jax.lax.platform_dependent`, whose default is last
+            yield from equations(branches[-1].jaxpr, times)
+            return
         for branch, runs in zip(branches, (1 - share, share) if share != 1 else (1,) * len(branches), strict=True):
             yield from equations(branch.jaxpr, times * runs)
         return
@@ -256,8 +272,10 @@ def inside(eqn: Any, times: float) -> Iterator[tuple[Any, float]]:
                 yield from equations(part, times)
 
 
-def matmul(eqn: Any, times: float) -> Matmul:
-    """The cost of a `dot_general` or a convolution."""
+def cost_of(eqn: Any, times: float) -> Matmul:
+    """The cost of a `dot_general`, a convolution or a kernel."""
+    if eqn.primitive.name in KERNELS:
+        return _kernel(eqn, times)
     left, right = (x.aval for x in eqn.invars[:2])
     out = eqn.outvars[0].aval
     if eqn.primitive.name == "dot_general":

@@ -1,5 +1,6 @@
 """The exact bytes of the state of one device, by arithmetic: shapes are traced once and divided as they are sharded."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Mapping
@@ -15,6 +16,7 @@ from jaxmem.estimate.categories import ROLE_OF_CATEGORY, category_of
 from jaxmem.estimate.passes import on_one_device, shape_of
 from jaxmem.sharding.table import Axes, Role, assign_mesh_axes, is_axes, rules_for
 from jaxmem.sharding.weights import differentiable
+from jaxmem.step.execution import pipeline_of
 from jaxmem.step.host_placement import offloaded_state, offloaded_weights
 from jaxmem.typing import AxesTree, Tree
 
@@ -53,8 +55,27 @@ class StateLeaves:
 
 
 def state_of(cfg: Config, platform: str) -> StateLeaves:
-    """The state of a config, traced once for all configs that differ only in mesh, batch and recomputation."""
-    return _state(shape_of(cfg, platform).replace(memory=Memory(update=cfg.memory.update)))
+    """The state of a config, traced once for all configs that differ only in mesh, batch and recomputation. Stacks of
+    pipeline stages have their identity layers."""
+    state = _state(shape_of(cfg, platform).replace(memory=Memory(update=cfg.memory.update)))
+    pipeline = pipeline_of(cfg)
+    if pipeline is None or pipeline.stored == pipeline.layers:
+        return state
+
+    def stored(leaves: tuple[StateLeaf, ...]) -> tuple[StateLeaf, ...]:
+        return tuple(
+            dataclasses.replace(leaf, shape=(pipeline.stored, *leaf.shape[1:]))
+            if leaf.is_stacked and leaf.shape[0] == pipeline.layers
+            else leaf
+            for leaf in leaves
+        )
+
+    return StateLeaves(
+        stored(state.weights),
+        stored(state.trainable),
+        {category: stored(leaves) for category, leaves in state.categories.items()},
+        {role: stored(leaves) for role, leaves in state.saved.items()},
+    )
 
 
 @functools.lru_cache(maxsize=256)

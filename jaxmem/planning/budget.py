@@ -26,6 +26,7 @@ from jaxmem.estimate.memory import estimate
 from jaxmem.estimate.passes import passes_in_memory, passes_of
 from jaxmem.machine.gpus import CPU, Gpu
 from jaxmem.planning.compile import compile_program
+from jaxmem.planning.estimated import resolved_on
 from jaxmem.planning.targets import Target, target_devices, usable_memory
 from jaxmem.planning.units import format_bytes
 from jaxmem.quant.precision import compute_dtype
@@ -73,7 +74,7 @@ def resolve_remat(
     if cfg.memory.remat != "auto":
         return cfg, None
     limit = usable_memory(target, cfg.memory, reserve_gib)
-    resolved = for_devices(cfg, target.count)
+    resolved = resolved_on(for_devices(cfg, target.count), target)
     platform = target.platform
     ladder, layers = candidates(resolved, platform, target.gpu or CPU)
     if not layers:

@@ -31,6 +31,7 @@ _TYPES: dict[int, tuple[str, int]] = {
     32: ("float4_e2m1fn", 4), 33: ("float8_e8m0fnu", 8), 34: ("buffer", 0),
 }  # fmt: skip
 
+CUDNN_CONVOLUTION = "__cudnn$conv"  # followed by the name of the pass
 BLOCK_SCALED_DOT = "__cudnn$blockScaledDot"  # cuDNN's matmul of operands with block scales
 HOST_SPACE = 5  # XLA's memory space of pinned host memory
 
@@ -181,10 +182,14 @@ def dot_flops(instruction: Instruction) -> int:
     result = instruction.shape.parts[0] if instruction.shape.parts else instruction.shape
     if instruction.opcode == "dot":
         contracted = list(instruction.proto.dot_dimension_numbers.lhs_contracting_dimensions)
-    elif instruction.opcode == "convolution":
-        kernel = instruction.operands[1].shape
+    elif instruction.opcode == "convolution" or instruction.proto.custom_call_target.startswith(CUDNN_CONVOLUTION):
+        first, second = (operand.shape for operand in instruction.operands[:2])
+        output, kernel = {
+            f"{CUDNN_CONVOLUTION}BackwardInput": (first, second),
+            f"{CUDNN_CONVOLUTION}BackwardFilter": (second, result),
+        }.get(instruction.proto.custom_call_target, (result, second))
         features = instruction.proto.convolution_dimension_numbers.kernel_output_feature_dimension
-        return 2 * result.elements * kernel.elements // max(kernel.dims[features], 1)
+        return 2 * output.elements * kernel.elements // max(kernel.dims[features], 1)
     elif instruction.opcode == "custom-call" and "gemm_backend_config" in instruction.config:
         dims = instruction.config["gemm_backend_config"]["dot_dimension_numbers"]
         contracted = [int(dim) for dim in dims["lhs_contracting_dimensions"]]

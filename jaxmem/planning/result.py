@@ -9,10 +9,11 @@ from typing import Any, Unpack
 import jax
 
 from jaxmem.checkpoint.saved_state import SavedState
-from jaxmem.config import Save
+from jaxmem.config import Mesh, Save
 from jaxmem.config.methods import RunOptions, RunSource, run_config
 from jaxmem.estimate.categories import CATEGORIES
 from jaxmem.estimate.memory import predict
+from jaxmem.estimate.passes import passes_of
 from jaxmem.estimate.state import bytes_on_device
 from jaxmem.machine.console import Printed
 from jaxmem.planning.breakdown import Breakdown, known_shapes
@@ -260,14 +261,16 @@ def evaluate_bytes(built: Program, program_bytes: int) -> int:
 
 
 def ideal_flops(built: Program) -> float:
-    """FLOPs of an update without recomputation: per token, 2 FLOPs per matmul weight in the forward pass and 4 in the
-    backward pass, plus the two matmuls of causal attention, half of which is masked. For images this is a lower bound:
-    a convolution uses its weights once per pixel, which is not counted."""
+    """FLOPs of an update without recomputation. Of a decoder: per token, 2 FLOPs per matmul weight in the forward pass
+    and 4 in the backward pass, plus the two matmuls of causal attention, half of which is masked. Of other models: the
+    matmuls and convolutions that jax traces."""
     cfg = built.cfg
     model = built.cfg.model
     parameters = built.model.active_count
     if model.family != "decoder":
-        return 6.0 * parameters * cfg.batch.global_size
+        plain = cfg.replace(mesh=Mesh(), memory={"remat": "none", "offload": "none"})
+        matmuls = passes_of(plain, built.platform).matmuls
+        return float(cfg.batch.global_size * sum(matmul.times * matmul.flops for matmul in matmuls))
     length = cfg.row_length
     looked_up = 0 if model.tie_embeddings else model.vocab * model.embed
     seen = [min(window or length, length) for window in model.windows]

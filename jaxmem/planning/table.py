@@ -112,8 +112,9 @@ class PlanTable(Printed):
     def _time(self) -> Iterator[Text]:
         plan = self.plan
         time = self.plan.timeline
-        ratio = time.flops / plan.ideal_flops_per_device
-        yield Text(f"arithmetic: {format_count(time.flops)}FLOP per step and device, {ratio:.2f} x the minimum")
+        ideal = plan.ideal_flops_per_device
+        ratio = f", {time.flops / ideal:.2f} x the minimum" if ideal else ""
+        yield Text(f"arithmetic: {format_count(time.flops)}FLOP per step and device{ratio}")
         if plan.estimated_step_seconds is not None:
             yield Text(
                 f"estimated time per step: {format_seconds(time.seconds)}, bound by {time.bound};"

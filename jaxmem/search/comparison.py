@@ -26,7 +26,7 @@ from jaxmem.planning.accuracy import published_range
 from jaxmem.planning.budget import resolve_remat
 from jaxmem.planning.targets import Target
 from jaxmem.planning.units import format_bytes, format_command, format_seconds, last_overrides
-from jaxmem.search.candidates import Candidate
+from jaxmem.search.candidates import Candidate, overrides
 from jaxmem.search.compilers import CompilerPool
 from jaxmem.search.fastest import ESTIMATE_ERROR, Progress, Search, Trials, save_best, target_json
 from jaxmem.search.knobs import MEMORY_KNOBS
@@ -138,7 +138,10 @@ class Comparison(Printed):
     def plan_command(self, result: MethodResult) -> str:
         """The command that plans the config of a method."""
         assert result.candidate
-        words = (*self.command, "--method", result.name, *result.candidate.overrides, "--target", self.target.name)
+        changes = result.candidate.changes
+        if self.given.memory.remat == "auto":  # the plan would choose by compiling
+            changes = {**changes, "memory.remat": result.candidate.cfg.memory.model_dump(mode="json")["remat"]}
+        words = (*self.command, "--method", result.name, *overrides(changes), "--target", self.target.name)
         return format_command(["jaxmem", "plan", *last_overrides(words)])
 
     def as_json(self) -> JsonDict:
@@ -225,7 +228,7 @@ def command_line(source: RunSource, options: JsonView) -> tuple[str, ...]:
     """The arguments of `jaxmem plan` that name a model or config, and the options that are set."""
     named = source.name if isinstance(source, Config) else source.get("name") if isinstance(source, Mapping) else None
     words = [str(source) if named is None else f"{named}.yaml"]
-    for key in ("sequence_length", "batch"):
+    for key in ("sequence_length", "batch", "reserve"):
         if options.get(key) is not None:
             words += [f"--{key.replace('_', '-')}", str(options[key])]
     return (*words, *options.get("overrides", ()))
@@ -272,7 +275,7 @@ def compare(
         for name, outcome in searched.items()
     ]
     limit = searches[0].trials.limit if searches else 0
-    return Comparison(current or config(), target, limit, tuple(results), command, time.perf_counter() - start)
+    return Comparison(config(), target, limit, tuple(results), command, time.perf_counter() - start)
 
 
 def _report(progress: Progress, name: str, line: str) -> None:

@@ -194,7 +194,7 @@ def fit(
     if len(methods) > 1:
         options["method"] = None
     config = functools.partial(run_config, source, devices=aim.count, **options)
-    command = command_line(source, options)
+    command = command_line(source, {**options, "reserve": reserve_gib})
     with CompilerPool(aim, reserve_gib) as compilers:
         if len(methods) > 1:
             return compare(config, command, compilers, progress, methods=[check_method(name) for name in methods])

@@ -86,7 +86,12 @@ class DeviceShare:
         # KV heads that are not divisible over `tensor` are replicated; a device uses those of its query heads.
         is_even = model.kv_heads % self.shards("heads") == 0
         kv_heads = model.kv_heads // self.shards("heads") if is_even else math.gcd(model.kv_heads, heads)
-        return model.replace(heads=heads, kv_heads=kv_heads, mlp=model.mlp // tensor, vocab=-(-vocab // tensor))
+        experts = model.experts
+        if experts is not None:
+            widths = {"shared": experts.shared, "dense_mlp": experts.dense_mlp}
+            experts = experts.replace(**{name: width and width // tensor for name, width in widths.items()})
+        sizes = {"heads": heads, "kv_heads": kv_heads, "mlp": model.mlp // tensor, "vocab": -(-vocab // tensor)}
+        return model.replace(**sizes, experts=experts)
 
 
 def share_of(cfg: Config) -> DeviceShare:

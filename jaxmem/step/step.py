@@ -165,7 +165,8 @@ def _update(
             return merge(params, *new), optim.record_norm(merge(state.opt_state, *states), norm)
         # With the norm that the metrics have, XLA reads the gradients once for both; otherwise it would sum them again
         # while it clips them, and could not clip them in place.
-        return spec.trainable.update(grads, state.opt_state, params, write, norm=norm)
+        updates, opt_state = spec.optimizer.update(grads, state.opt_state, params, norm=norm)
+        return write(params, updates, spec.trainable.axes), opt_state
 
     if finite is None:
         new, opt_state = update(grads)
@@ -176,8 +177,9 @@ def _update(
             finite, lambda grads: (*update(grads), after), lambda _: (kept, state.opt_state, before), grads
         )
     if not on_host:
+        # The cast runs in the sharding of the optimizer state, before the all-gather; otherwise float32 would be sent.
         # The all-gather comes after the cond: XLA would copy the old weights if its loop were in a branch of the cond.
-        new = gather_in_place(params, new, stored)
+        new = gather_in_place(params, constrain_tree(new, stored, "optimizer"), stored)
     return model.with_forward_state(model.selection.merge(state.params, new), after), opt_state
 
 

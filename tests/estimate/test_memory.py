@@ -35,6 +35,22 @@ WIDE = {
     "head_dim": 64,
 }
 
+LATENT = {
+    **WIDE,
+    "preset": "deepseek-v2-lite",
+    "head_dim": 192,
+    "layers": 4,
+    "mlp": 384,
+    "kv_heads": 8,
+    "experts": {
+        "count": 8,
+        "top_k": 2,
+        "shared": 768,
+        "shared_gate": False,
+        "dense_layers": [0, 1],
+        "dense_mlp": 4096,
+    },
+}
 ADAPTED_EXPERTS = {
     "model": {**WIDE, "layers": 4, "mlp": 768, "experts": {"count": 64, "top_k": 4}},
     "batch": {"global_size": 1},
@@ -67,6 +83,18 @@ def test_state_is_exact(zero: int, mesh: dict[str, int], parameters: str, master
     assert parts["parameters"] == bytes_on_device(built.spec.state.params)
     assert parts["master"] + parts["optimizer"] == bytes_on_device(built.spec.state.opt_state)
     assert parts["batch"] == bytes_on_device(built.spec.batch)
+
+
+@pytest.mark.parametrize(("stages", "rounds"), [(2, 1), (4, 1), (2, 2)])
+def test_the_state_of_identity_layers_is_exact(stages: int, rounds: int) -> None:
+    """5 layers on stages that do not divide them."""
+    model = {**config().model.model_dump(exclude_none=True), "layers": 5}
+    sections = {"mesh": {"stage": stages}, "batch": {"global_size": 8, "accumulate": 4}, "pipeline": {"rounds": rounds}}
+    built = program(config(model=model, **sections), jax.devices()[:stages])
+    guess = estimate(built.cfg, "cpu")
+    assert guess.categories["parameters"] == bytes_on_device(built.spec.state.params)
+    assert guess.categories["optimizer"] == bytes_on_device(built.spec.state.opt_state)
+    assert guess.host == guess.categories["parameters"] + guess.categories["optimizer"]
 
 
 @pytest.mark.exhaustive
@@ -128,6 +156,18 @@ def test_the_state_of_adapters_is_exact() -> None:
                 "batch": {"global_size": 64, "accumulate": 4},
             },
         ),
+        # The backward pass recomputes the experts of other devices' tokens, whatever the policy saves.
+        (
+            2,
+            {
+                "model": {**WIDE, "mlp": 384, "experts": {"count": 8, "top_k": 2}},
+                "memory": {"remat": "none"},
+                "mesh": {"expert": 2},
+                "batch": {"global_size": 8},
+            },
+        ),
+        # `tensor` shards the hidden units of layers without experts and of shared experts.
+        (4, {"model": LATENT, "memory": {"remat": "none"}, "mesh": {"tensor": 4}, "batch": {"global_size": 2}}),
         # Experts in host memory: those of a layer and of the next one are on the device.
         exhaustive(1, {**ADAPTED_EXPERTS, "adapter": {"kind": "lora", "targets": ["blocks.attention.*"]}}),
         exhaustive(1, {**ADAPTED_EXPERTS, "adapter": {"kind": "lora", "targets": ["blocks.*"], "rank": 4}}),

@@ -126,6 +126,25 @@ def test_the_share_that_xla_does_not_fill_stays_free(monkeypatch) -> None:
     assert limits == [state + round(0.95 * (usable - state))]
 
 
+@pytest.mark.parametrize(("mesh", "is_saved"), [({}, True), ({"expert": 2}, False)])
+def test_experts_are_saved_where_their_kernel_can(mesh: dict[str, int], is_saved: bool) -> None:
+    """Along `mesh.expert` the backward pass recomputes them."""
+    model = {**SMALL, "experts": {"count": 4, "top_k": 2}}
+    cfg = config(model=model, mesh=mesh, memory={"experts": "triton", "attention": "blockwise"})
+    ladder, _ = candidates(cfg, "gpu", GPUS["h100-80gb"])
+    names = {name for policy in ladder if isinstance(policy.remat, Save) for name in policy.remat.save}
+    assert ({"mlp_gate", "mlp_up"} <= names) == is_saved
+
+
+def test_automatic_recompute_knows_the_kernels_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    policy = PolicyCandidate("full", 1, 0.0)
+    monkeypatch.setattr(budget, "candidates", lambda cfg, *_: (seen.append(cfg.memory.experts), ([policy], 1.0))[1])
+    model = {**SMALL, "experts": {"count": 4, "top_k": 2}}
+    resolve_remat(config(model=model, memory={"remat": "auto"}), parse_target("h100-80gb:1"), compiles=False)
+    assert seen == ["triton"]
+
+
 def _bytes_of(layer: Layer, name: str) -> int:
     return sum(operation.bytes for operation in layer.operations if operation.name == name)
 

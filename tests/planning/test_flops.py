@@ -3,9 +3,14 @@
 import jax
 import pytest
 
+from jaxmem.estimate.passes import passes_of
+from jaxmem.planning.compile import compile_program
+from jaxmem.planning.hlo import total_flops
 from jaxmem.planning.result import ideal_flops
+from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.step.programs import program
 from tests.planning.conftest import SMALL, config
+from tests.support.tiers import exhaustive
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -23,3 +28,34 @@ def test_frozen_embeddings_are_looked_up_only(tied: bool) -> None:
     attention = 4 * SMALL["heads"] * SMALL["head_dim"] * SMALL["layers"] * length * (length + 1) / 2
     expected = 2 * (2 * used * length) + 2 * model.trainable_count * length + 3 * attention
     assert ideal_flops(built) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("target", "family"), [("cpu", "convnet"), ("cpu", "vit"), exhaustive("h100-80gb:1", "convnet")]
+)
+def test_images_use_their_weights_at_every_place(target: str, family: str) -> None:
+    """Without recomputation the step computes no more than the minimum; cuDNN's convolutions count too."""
+    model = {"family": family} | (
+        {"stages": [8, 16], "blocks": 1} if family == "convnet" else {"patch": 2, "layers": 2}
+    )
+    cfg = config(model=model, objective="classify", data={"source": "digits"}, batch={"global_size": 4})
+    aim = parse_target(target)
+    built = program(cfg, target_devices(aim, aim.memory))
+    compiled = total_flops(compile_program(built.lower_step(), here=aim.is_here).module)
+    assert ideal_flops(built) == pytest.approx(compiled, rel=0.01)
+
+
+def test_the_gradients_of_frozen_weights_are_not_computed() -> None:
+    """Nor is an activation saved that only such a gradient reads."""
+
+    def traced(**adapter: object) -> tuple[float, int, float]:
+        memory = {"remat": "none", "attention": "blockwise"}
+        built = program(config(adapter=adapter, memory=memory, data={"sequence_length": 512}), jax.devices()[:1])
+        passes = passes_of(built.cfg, "cpu")
+        flops = sum(matmul.times * matmul.flops for matmul in passes.matmuls)
+        return 8 * flops, passes.saved, ideal_flops(built)
+
+    flops, saved, ideal = traced()
+    of_adapter, saved_of_adapter, ideal_of_adapter = traced(kind="lora", rank=1, targets=["blocks.attention.q"])
+    assert flops - of_adapter == pytest.approx(ideal - ideal_of_adapter, rel=0.02)
+    assert saved_of_adapter < 0.9 * saved

@@ -76,6 +76,22 @@ def test_the_command_compares_a_list_of_methods(
         assert [one["name"] for one in json.loads(capsys.readouterr().out)["methods"]] == ["lora", "qlora"]
 
 
+def test_commands_plan_what_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the reserve of the search, and the policy that it chose for `memory.remat: auto`."""
+    monkeypatch.setattr(fit, "compile_target", lambda _: with_memory("h100-80gb:2", 1 << 40))
+    monkeypatch.setattr(fit, "CompilerPool", lambda aim, *_: FakeCompilers(aim))
+    given = ["memory.remat=auto"]
+    found = fit.fit(MODEL, "h100-80gb:2", batch=2, method="full, lora", overrides=given, reserve_gib=0.5)
+    assert isinstance(found, Comparison)
+    for result in found.fitting:
+        words = shlex.split(found.plan_command(result))
+        assert words[words.index("--reserve") + 1] == "0.5"
+        settings = [word for word in words if "=" in word]
+        assert result.candidate
+        planned = run_config(MODEL, settings, method=result.name, batch=2)
+        assert for_devices(planned, 2).memory == result.candidate.cfg.memory
+
+
 @pytest.mark.exhaustive
 def test_every_method_has_a_row_and_those_that_fit_are_compiled() -> None:
     lines: list[str] = []
