@@ -33,8 +33,8 @@ def load(config: Path, overrides: list[str] | None, simulate: int | None, *, onl
     from jaxmem.config.presets import preset_of
 
     is_run = (config / "config.yaml").is_file()
+    place = config.resolve()
     if is_run:
-        place = config.resolve()
         output = os.path.relpath(place.parent)
         overrides = [f"output={json.dumps(output)}", f"name={json.dumps(place.name)}", *(overrides or ())]
         config /= "config.yaml"

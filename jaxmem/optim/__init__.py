@@ -13,7 +13,7 @@ from jaxmem.lazy import lazy_names
 
 _get, _names = lazy_names(
     __name__,
-    apply="apply_updates global_norm leaf_key",
+    apply="Writer apply_updates global_norm leaf_key",
     transformation="chain named_update with_learning_rate",
     clipping="clip record_norm",
     elementwise="is_elementwise",

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import optax
 
-from jaxmem.optim.apply import Writer
-from jaxmem.pipeline.stages import Pipeline
 from jaxmem.sharding.arrays import constrain
 from jaxmem.sharding.gathering import stored_axes
 from jaxmem.sharding.table import Axes, Role, is_axes
 from jaxmem.sharding.trees import select
 from jaxmem.sharding.weights import is_encoded
 from jaxmem.typing import Tree
+
+if TYPE_CHECKING:
+    from jaxmem.optim.apply import Writer
+    from jaxmem.pipeline.stages import Pipeline
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,10 @@ class ParameterGroup:
         """This group's part of an optimizer's state."""
         return select(opt_state, self.state_axes, is_leaf=is_axes)
 
+    def updates(self, grads: Tree, state: Tree, params: Tree, **extra: Any) -> tuple[Tree, Tree]:
+        """Returns what is added to the parameters, and the new state."""
+        return self.tx.update(grads, state, params, pipeline_of=self.pipeline_of, **extra)
+
     def update(self, grads: Tree, state: Tree, params: Tree, write: Writer, **extra: Any) -> tuple[Tree, Tree]:
         """Returns new parameters and new state. With `layer`, these are of one layer of stacked parameters."""
         layer = extra.get("layer")
@@ -48,7 +54,7 @@ class ParameterGroup:
         grads = constrain_tree(grads, self.axes, "gradients")
         # Otherwise the partitioner shards the stack from which the layer is read, and gathers all of it for each layer.
         params = constrain_tree(params, stored_axes(self.axes, params), "weights")
-        updates, state = self.tx.update(grads, state, params, pipeline_of=self.pipeline_of, **extra)
+        updates, state = self.updates(grads, state, params, **extra)
         params = write(params, updates, axes=self.axes, layer=layer, vocab_slice=vocab_slice)
         # The cast runs in the sharding of the optimizer state, before the gather; otherwise float32 would be sent.
         return constrain_tree(params, stored_axes(self.axes, params), "optimizer"), state

@@ -11,6 +11,8 @@ Three names have a meaning: `layer`, `vocab` for embedding and output matrices, 
 bias that is no matrix, such as `("heads", "bias")`.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
@@ -18,7 +20,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,6 @@ from jax.typing import DTypeLike
 from jaxmem.errors import UserError
 from jaxmem.optim.apply import NotSeparableError, VocabSlice, axes_or_unnamed, leaf_key, widened
 from jaxmem.optim.in_place import update_layers, update_rows
-from jaxmem.pipeline.stages import Pipeline
 from jaxmem.quant.qtensor import with_sliced_sizes
 from jaxmem.sharding.arrays import constrain
 from jaxmem.sharding.layout import current
@@ -37,6 +38,9 @@ from jaxmem.sharding.leaves import StateArray, axes_of_state, is_declared
 from jaxmem.sharding.table import Axes, is_axes, path_name
 from jaxmem.sharding.weights import is_encoded, is_matrix
 from jaxmem.typing import AxesTree, Tree
+
+if TYPE_CHECKING:
+    from jaxmem.pipeline.stages import Pipeline
 
 
 @dataclass(frozen=True)

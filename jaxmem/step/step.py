@@ -19,7 +19,10 @@ In order:
 `memory.update: during` has 1 to 3 in one backward pass: `_update_during`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +30,6 @@ import optax
 
 from jaxmem import optim
 from jaxmem.errors import UserError
-from jaxmem.optim.apply import Writer
 from jaxmem.optim.groups import constrain_tree
 from jaxmem.optim.in_place import gather_in_place
 from jaxmem.quant.precision import Params
@@ -39,6 +41,9 @@ from jaxmem.step.gradients import accumulate, applies_hooks_by_layer, differenti
 from jaxmem.step.objective import FORWARD_STATE, Batch, Sums, means, objective_of
 from jaxmem.step.state import StateSpec, TrainState, next_loss_scale
 from jaxmem.typing import Tree
+
+if TYPE_CHECKING:
+    from jaxmem.optim.apply import Writer
 
 Metrics = dict[str, jax.Array]
 _ROUNDING_KEY = 2**31 - 1  # folded into the key of a step: stochastic rounding uses other random bits than dropout
@@ -52,7 +57,7 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
         key = jax.random.fold_in(spec.key, state.step)
         row_keys = jax.random.split(key, batch["mask"].shape[:2])
         rounding = jax.random.fold_in(key, _ROUNDING_KEY) if cfg.precision.stochastic_rounding else None
-        write = Writer(rounding, spec.update_kernel)
+        write = optim.Writer(rounding, spec.update_kernel)
         if cfg.memory.update == "during":
             params, opt_state, sums, squares = _update_during(spec, state, batch, row_keys, write)
             return TrainState(state.step + 1, params, opt_state), _metrics(spec, state, sums, squares)
@@ -165,7 +170,7 @@ def _update(
             return merge(params, *new), optim.record_norm(merge(state.opt_state, *states), norm)
         # With the norm that the metrics have, XLA reads the gradients once for both; otherwise it would sum them again
         # while it clips them, and could not clip them in place.
-        updates, opt_state = spec.optimizer.update(grads, state.opt_state, params, norm=norm)
+        updates, opt_state = spec.trainable.updates(grads, state.opt_state, params, norm=norm)
         return write(params, updates, spec.trainable.axes), opt_state
 
     if finite is None:
