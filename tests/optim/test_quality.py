@@ -52,8 +52,8 @@ def loss(params, batch):
 
 
 def values(params):
-    decoded = lambda w: w.dequantize(jnp.float32) if weights.is_quantized(w) else w.astype(jnp.float32)  # noqa: E731
-    return jax.tree.map(decoded, params, is_leaf=weights.is_quantized)
+    decoded = lambda w: w.dequantize(jnp.float32) if weights.is_encoded(w) else w.astype(jnp.float32)  # noqa: E731
+    return jax.tree.map(decoded, params, is_leaf=weights.is_encoded)
 
 
 def learnt(name, times=1, own=None, precision=None):

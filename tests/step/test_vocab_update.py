@@ -1,7 +1,5 @@
 """A table updated in slices is the table updated as a whole: whatever the rule, with its state, rounded alike."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,7 +62,8 @@ def test_an_update_in_slices_is_that_of_the_whole(name, own, precision, in_slice
     @jax.jit
     def sliced(params, state, grads, key):
         key = key if precision.stochastic_rounding else None
-        write, found = partial(optim.apply_updates, key=key, kernel=kernel), []
+        write, found = optim.Writer(key, kernel), []
+        every = ParameterGroup(optimizer_for(AXES), AXES, axes_of_state, lambda _: None)
         for leaf, axes in AXES.items():
             dim = axes.index("vocab")
 
@@ -73,7 +72,7 @@ def test_an_update_in_slices_is_that_of_the_whole(name, own, precision, in_slice
                 return grads[leaf] if slices is None else slices.read(grads[leaf], dim, j)
 
             own = select(params, {leaf: 0})
-            part = ParameterGroup.of(own, optimizer_for, AXES, axes_of_state)
+            part = every.part(own, optimizer_for)
             table = VocabUpdate(part, own, part.state(state), jnp.dtype(jnp.float32), 128)
             found.append(table.update(gradient, write, None))
             squares = table.squares(gradient)
