@@ -4,12 +4,13 @@
     python scripts/bench/quality.py train MODEL.gguf adamw qlora-16     # some methods
     python scripts/bench/quality.py table --png FILE                    # of the recorded runs, short and complete
     python scripts/bench/quality.py left                                # runs and updates that are missing
+    python scripts/bench/quality.py formats MODEL.gguf                  # before training: its loss in each format
 
 MODEL.gguf: SmolLM2-135M-Instruct, see docs/how-to/chat.md. The corpus is the docstrings of packages that jaxmem[dev]
 installs and of the standard library, a document for each module. A run has 100 updates of 1,024 tokens. The learning
 rate of a method is that of its three with the lowest loss on the packages in VALIDATION after 25 updates; the reported
 loss is that of runs of full length on the packages in HELD_OUT, which choose nothing. MAIN methods have two seeds. A
-run of 100 updates takes about 12 minutes on two idle cores, all runs about 12 hours.
+run of 100 updates takes 6 to 12 minutes on two idle cores, all runs 6 to 12 hours.
 """
 
 import argparse
@@ -33,9 +34,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "docs/benchmarks/quality-135m"
+FORMATS_RECORD = ROOT / "docs/benchmarks/formats-135m.json"
 WORK = ROOT / "runs/quality-135m"
 STEPS = 100
 SEARCH_STEPS = 25
+LENGTH = 512  # tokens of a row
 PACKAGES = (
     "asyncio", "collections", "concurrent", "ctypes", "email", "http", "importlib", "json", "logging",
     "multiprocessing", "unittest", "urllib", "xml", "flax", "grain", "jax", "matplotlib", "numpy", "optax", "orbax",
@@ -87,6 +90,18 @@ METHODS = MAIN | {
     "fp8-tensor": Method("precision.compute=fp8", FULL[:1]),
     "fp8-mxfp8": Method("precision.compute=fp8 precision.fp8_scaling=mxfp8", FULL[:1]),
     "fp8-saved": Method("memory.save_dtype=fp8 memory.remat=dots", FULL[:1]),
+}
+
+
+# How the weights are stored or computed with, without training.
+FORMATS = {
+    "float32": "",
+    "computed in bfloat16": "precision.compute=bfloat16",
+    "matmuls in FP8, a scale per tensor": "precision.compute=fp8",
+    "matmuls in FP8, a scale per row": "precision.compute=fp8 precision.fp8_scaling=row",
+    "int8": "adapter.kind=qlora adapter.base=int8",
+    "nf4": "adapter.kind=qlora adapter.base=nf4",
+    "nf4, blocks of 32": "adapter.kind=qlora adapter.base=nf4 precision.block_size=32",
 }
 
 
@@ -173,7 +188,7 @@ def settings(run: Run, model: Path) -> JsonDict:
         "output": str(WORK),
         "seed": run.seed,
         "model": {"hf": str(model)},
-        "data": {"source": "text", "path": str(WORK / "train.jsonl"), "sequence_length": 512, "held_out": 0.0},
+        "data": {"source": "text", "path": str(WORK / "train.jsonl"), "sequence_length": LENGTH, "held_out": 0.0},
         "batch": {"global_size": 2},
         "optimizer": {"learning_rate": run.learning_rate, "schedule": "cosine", "warmup": run.steps // 10},
         "train": {"steps": run.steps, "log_every": 5},
@@ -203,9 +218,7 @@ def train(run: Run, model: Path, corpus: dict[str, str]) -> None:
         "planned_bytes_per_parameter": {name: size / count for name, size in result.plan.bytes_per_device.items()},
         "seconds": round(seconds, 1),
         "corpus": corpus,
-        "device": f"{jax.devices()[0].device_kind}, {len(os.sched_getaffinity(0))} cores",
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "numpy", "gguf")},
-        "python": platform.python_version(),
+        **environment(),
     }
     RECORDS.mkdir(parents=True, exist_ok=True)
     (RECORDS / f"{run.name}.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -219,6 +232,29 @@ def train_all(methods: Sequence[str], model: Path) -> None:
         run = min(missing, key=lambda run: (run.steps, run.seed))
         print(f"{run.name}: {len(missing)} runs known to be missing", flush=True)
         train(run, model, corpus)
+
+
+def measure_formats(model: Path) -> None:
+    import jaxmem
+
+    corpus = write_corpus()
+    losses = {}
+    for name, overrides in FORMATS.items():
+        given = [f"data.sequence_length={LENGTH}", *overrides.split()]
+        losses[name] = jaxmem.evaluate(str(model), str(WORK / "validation.jsonl"), overrides=given)["loss"]
+        print(f"| {name} | {losses[name]:.4f} | {losses[name] - losses['float32']:+.4f} |", flush=True)
+    record = {"losses": losses, "overrides": FORMATS, "corpus": corpus, **environment()}
+    FORMATS_RECORD.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def environment() -> JsonDict:
+    import jax
+
+    return {
+        "device": f"{jax.devices()[0].device_kind}, {len(os.sched_getaffinity(0))} cores",
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "numpy", "gguf")},
+        "python": platform.python_version(),
+    }
 
 
 STATE = ("parameters", "quantization", "master", "gradients", "optimizer")  # of a plan, without activations
@@ -288,14 +324,19 @@ def print_left(methods: Sequence[str]) -> None:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = options.add_subparsers(dest="command", required=True)
-    for command in ("train", "table", "left"):
+    for command in ("train", "table", "left", "formats"):
         parser = commands.add_parser(command)
-        if command == "train":
+        if command in ("train", "formats"):
             parser.add_argument("model", type=Path, metavar="MODEL.gguf")
+        if command == "formats":
+            continue
         parser.add_argument("methods", nargs="*", default=list(METHODS), metavar="METHOD")
         if command == "table":
             parser.add_argument("--png", type=Path, metavar="FILE", help="also draw loss against bytes per parameter")
     args = options.parse_args()
+    if args.command == "formats":
+        measure_formats(args.model)
+        return
     if unknown := set(args.methods) - set(METHODS):
         options.error(f"unknown method {', '.join(sorted(unknown))}; expected one of {', '.join(METHODS)}")
     if args.command == "train":
