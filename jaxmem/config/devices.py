@@ -127,13 +127,13 @@ def _sequence(cfg: Config) -> Iterator[str]:
         prompt = f" plus adapter.virtual_tokens={prompt_length}" if prompt_length else ""
         given = f"data.sequence_length={length}{prompt} is not divisible by {parts}, as {over} requires"
         yield f"{given}; use data.sequence_length={near}"
-    parts = mesh.context * mesh.tensor
-    if isinstance(model, Vit) and model.patches % parts:
+    devices = mesh.context * mesh.tensor
+    if isinstance(model, Vit) and model.patches % devices:
         size = getattr(mesh, axes[-1])
-        sizes = [n for n in divisors(model.patches) if model.patches % (parts // size * n) == 0]
+        sizes = [n for n in divisors(model.patches) if model.patches % (devices // size * n) == 0]
         given = f"the {model.patches} patches of model.image_size={model.image_size} and model.patch={model.patch}"
         near = nearest_numbers(size, sizes or [1])
-        yield f"{given} are not divisible by {parts}, as {over} requires; use mesh.{axes[-1]}={near}"
+        yield f"{given} are not divisible by {devices}, as {over} requires; use mesh.{axes[-1]}={near}"
 
 
 def _experts(cfg: Config) -> Iterator[str]:

@@ -178,7 +178,7 @@ class WeightedSelection:
 
 @dataclass(frozen=True)
 class Mixture:
-    """The order of records of several sources, each in its own order."""
+    """The order of the records of several sources. `parts`: the order of the records within each source."""
 
     parts: Sequence[RecordOrder]
     selection: WeightedSelection

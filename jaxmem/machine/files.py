@@ -101,7 +101,7 @@ def as_user_error(error: BaseException) -> BaseException:
         if isinstance(cause, OSError) and cause.errno in _OF_THE_MACHINE:
             if cause.errno in (errno.EMFILE, errno.ENFILE):
                 return UserError(_MORE_FILES)
-            if isinstance(error, UserError):  # it says more than the system
+            if isinstance(error, UserError):  # explains the system's message
                 return error
             return UserError(f"{cause.filename}: {cause.strerror}" if cause.filename else str(cause.strerror))
         if not isinstance(cause, UserError) and os.strerror(errno.EMFILE) in str(cause):  # from a library in C++

@@ -285,7 +285,6 @@ UNTRIED = {
 NEUTRAL = ("memory.", "mesh.", "rules.", "pipeline.", "zero=", "batch.accumulate=", "optimizer.kernel=", "checkpoint.",
            "cluster.", "train.on_nan=", "train.max_skipped=",
            "train.deterministic=")  # fmt: skip
-# Up to ten times as long to compile, or to run in the interpreter: only in rows that begin with it.
 DEVICES = 8  # at most
 
 Row = tuple[str, ...]  # settings, at most one per field

@@ -60,6 +60,7 @@ from tests.support.pair_settings import NEUTRAL, SETTINGS, Row, config, field, o
 
 triton_launch.INTERPRETER = interpreter.interpret
 
+# Up to ten times as long to compile, or to run in the interpreter: only in rows that begin with it.
 SLOW = ("galore", "memory.experts=triton")
 LONGEST = 40  # settings of a row
 DRAWN = 20  # rows of which the one with the most pairs that are left is tried
