@@ -327,6 +327,12 @@ class Config(Section):
         return self.base_precision if form is None else self.precision.replace(parameters=form)
 
     @property
+    def embedding_precision(self) -> Precision:
+        """`precision` with the stored format of frozen embeddings and output projection."""
+        form = self.adapter.embeddings
+        return self.base_precision if form is None else self.precision.replace(parameters=form)
+
+    @property
     def needs_global_norm_first(self) -> bool:
         """Whether a first backward pass computes the norm of all gradients before the one that updates the weights."""
         clips = self.optimizer.clip is not None and self.optimizer.clip_by == "global"

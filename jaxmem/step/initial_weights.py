@@ -35,6 +35,9 @@ class InitialWeights:
         if tuple(jax.tree_util.DictKey(name) for name in path) in model.selection.layers:
             return Storage(cfg.precision)
         on_host = is_offloaded(cfg.memory.offload, "frozen")
+        axes = subtree(model.axes, path)
+        if "vocab" in axes and cfg.adapter.embeddings is not None:
+            return Storage(cfg.embedding_precision, cfg.adapter.double_quant, on_host)
         stored_form: Quantization | None = cfg.base_quantization
         if (
             stored_form is not None
@@ -42,8 +45,7 @@ class InitialWeights:
             and split_stack(".".join(path[:-1]))[0] in stored_form.layers
         ):
             return Storage(cfg.base_precision, stored_form.scale_group or False, on_host, has_exact_blocks=True)
-        is_expert = "expert" in subtree(model.axes, path)
-        precision = cfg.expert_precision if is_expert else cfg.base_precision
+        precision = cfg.expert_precision if "expert" in axes else cfg.base_precision
         if stored_form is not None:
             stored = stored_form.others if cfg.adapter.base is None else cfg.adapter.base
             precision = cfg.precision.model_copy(update={"parameters": stored})

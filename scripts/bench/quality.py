@@ -70,7 +70,7 @@ MAIN = {
     "int8-apollo-mini": Method(
         "precision.parameters=int8 optimizer.name=apollo_mini optimizer.project_embeddings=true", PROJECTED
     ),
-    "qlora-16": Method("adapter.kind=qlora adapter.alpha=16 adapter.rank=16", ADAPTER),
+    "qlora-16": Method("adapter.kind=qlora adapter.embeddings=bfloat16 adapter.alpha=16 adapter.rank=16", ADAPTER),
 }
 METHODS = MAIN | {
     "adamw4bit": Method(f"{_BFLOAT16} optimizer.name=adamw4bit", FULL),
@@ -101,6 +101,7 @@ FORMATS = {
     "matmuls in FP8, a scale per row": "precision.compute=fp8 precision.fp8_scaling=row",
     "int8": "adapter.kind=qlora adapter.base=int8",
     "nf4": "adapter.kind=qlora adapter.base=nf4",
+    "nf4, embedding in bfloat16": "adapter.kind=qlora adapter.base=nf4 adapter.embeddings=bfloat16",
     "nf4, blocks of 32": "adapter.kind=qlora adapter.base=nf4 precision.block_size=32",
 }
 

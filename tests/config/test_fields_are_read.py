@@ -35,6 +35,7 @@ READ_HERE = {
     "rounding": "Precision.stochastic_rounding",
     "base": "Config.base_precision",
     "Adapter.experts": "Config.expert_precision",
+    "Adapter.embeddings": "Config.embedding_precision",
     **dict.fromkeys(("Quantization.format", "Quantization.block_size"), "Config.base_precision"),
     "Decoder.layer_types": "Decoder.windows",
     "Decoder.quantization": "Config.base_quantization",

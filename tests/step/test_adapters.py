@@ -29,10 +29,10 @@ def both(**sections):
 
 
 class Decoded:
-    """Where another run began, its codes as the numbers that they stand for."""
+    """Where another run began, its weights as the float32 numbers that they stand for."""
 
     def __init__(self, begun):
-        numbers = lambda w: np.array(w.dequantize(np.float32)) if is_encoded(w) else w  # noqa: E731
+        numbers = lambda w: np.array(w.dequantize(np.float32) if is_encoded(w) else w, np.float32)  # noqa: E731
         self.begun = replace(begun, params=jax.tree.map(numbers, begun.params, is_leaf=is_encoded))
 
 
@@ -80,6 +80,23 @@ def test_a_quantized_base_does_not_change():
     for mine, other in zip(trained.metrics, plain.metrics, strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert mine["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-4)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_are_stored_in_a_format_of_their_own(tied):
+    adapter = {"embeddings": "bfloat16"}
+    model = {"preset": "tiny", "tie_embeddings": tied}
+    trained = Trained(adapted("qlora", adapter, model=model, mesh={"fsdp": 2}), devices=2, updates=2)
+    weights = flatten_dict(trained.first)
+    vocabulary = {path for path in weights if path[0] in ("embedding", "head")}
+    assert len(vocabulary) == 2 - tied
+    for path in vocabulary:
+        assert weights[path].dtype == "bfloat16"
+    assert weights["blocks", "mlp", "up", "weight"].format == "nf4"
+    plain = Trained(adapted(model=model), updates=2, begin=Decoded(trained.begun))
+    for step, expected in zip(trained.metrics, plain.metrics, strict=True):
+        assert step["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
 @pytest.mark.exhaustive

@@ -153,6 +153,7 @@ adapter.dropout=0.2 adapter.kind=lora
 adapter.base=bfloat16 adapter.kind=lora
 adapter.base=int8 adapter.kind=qlora
 adapter.double_quant=false adapter.kind=qlora
+adapter.embeddings=bfloat16 adapter.kind=qlora
 adapter.lora_bias=true adapter.kind=lora
 adapter.lora_plus_ratio=4 adapter.kind=lora
 adapter.virtual_tokens=8 adapter.kind=prompt data.packing=false
