@@ -7,6 +7,6 @@ at any moment leaves only complete checkpoints under the names of steps. Nothing
 
 Cost on disk: the bytes of the state times `keep`, plus the best checkpoint and the one being written. The training loop
 waits while the arrays are read once on the device (checksums) and copied to the host; they are written during the next
-steps, which may donate the state. Restoring reads what each device needs, in chunks of at most `CHUNK`, directly to the
+steps, which may donate the state. Restoring reads what each device needs, in chunks of `CHUNK_BYTES`, directly to the
 requested sharding, so restoring on another mesh costs no more than on the same mesh.
 """

@@ -21,7 +21,7 @@ from jaxmem.config.networks import pipelined_layers
 from jaxmem.errors import UserError
 from jaxmem.pipeline.stages import Pipeline
 from jaxmem.quant.precision import Params
-from jaxmem.sharding.table import Axes, Role, is_axes, path_name
+from jaxmem.sharding.table import Axes, Role, is_axes, is_stacked, path_name
 from jaxmem.sharding.trees import replace_at
 from jaxmem.step.programs import Program
 from jaxmem.step.state import TrainState
@@ -121,7 +121,7 @@ class SavedState:
     def _is_ordered(self, path: KeyPath, axes: Axes) -> bool:
         """Whether an array is a stack of layers that pipeline stages share."""
         layers = self._program.cfg.model.layers  # type: ignore[union-attr]  # networks with stages have layers
-        return axes[:1] == ("layer",) and is_last_stack(path_name(path), layers)
+        return is_stacked(axes) and is_last_stack(path_name(path), layers)
 
     def _reordered(self, config: JsonView, axes: AxesTree, arrays: Tree, shapes: Tree) -> Tree:
         if (orders := self._orders(config)) is None:

@@ -15,7 +15,7 @@ from jaxmem.config.adapter import LOW_RANK
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hub import is_gguf, is_id, local_directory
 from jaxmem.config.load import config_of, load_config, read_config
-from jaxmem.config.optimizers import Optimizer
+from jaxmem.config.optimizers import HYPERPARAMETERS, Optimizer
 from jaxmem.config.presets import preset_of, refuse_preset
 from jaxmem.config.sections import Config
 from jaxmem.config.user import Parts, UserBatches, UserObjects, check_parts
@@ -76,9 +76,8 @@ METHODS = {
 }
 _PRECISION = ("parameters", "block_size", "gradients", "master", "rounding", "loss_scale")
 # Hyperparameters are reset to their defaults: the method's optimizer may lack those of the config's optimizer.
-_OPTIMIZER = ("kernel", *(field for field, info in Optimizer.model_fields.items() if info.default is None))
-_ADAPTER = ("kind", "base", "double_quant")
-_REPLACED = {"precision": _PRECISION, "optimizer": _OPTIMIZER, "adapter": _ADAPTER}
+_ADAPTER = ("kind", "base", "experts", "embeddings", "double_quant")
+_REPLACED = {"precision": _PRECISION, "optimizer": HYPERPARAMETERS, "adapter": _ADAPTER}
 
 
 class RunOptions(Parts, total=False):

@@ -178,3 +178,8 @@ class Optimizer(Section):
     def needs_whole_embedding(self) -> bool:
         """Whether an embedding cannot be updated in slices, since GaLore decomposes its complete gradient."""
         return bool(self.project_embeddings) and issubclass(OPTIMIZERS[self.name].settings, GaLoreSettings)
+
+
+HYPERPARAMETERS = tuple(
+    name for name in Optimizer.model_fields if any(name in entry.fields for entry in OPTIMIZERS.values())
+)  # the keys of which some optimizer has a default

@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import optax
 
-from jaxmem.config.networks import FAMILIES, Family
-from jaxmem.config.optimizers import OPTIMIZERS, AdamWSettings, Entry, Optimizer
+from jaxmem.config.networks import FAMILIES, Family, Network
+from jaxmem.config.optimizers import HYPERPARAMETERS, OPTIMIZERS, AdamWSettings, Entry
+from jaxmem.config.sections import Config
 from jaxmem.errors import UserError
-
-HYPERPARAMETERS = tuple(field for field, value in Optimizer.model_fields.items() if value.default is None)
 
 
 def register_optimizer(
@@ -35,6 +34,11 @@ def register_optimizer(
             f"register_optimizer: {', '.join(sorted(unknown))} is not a hyperparameter; expected one of {known}"
         )
     OPTIMIZERS[name] = Entry(settings, scale, summary)
+
+
+def is_registered(cfg: Config) -> bool:
+    """Whether a script registered the optimizer or the family of models of a config."""
+    return callable(OPTIMIZERS[cfg.optimizer.name].implementation) or not isinstance(cfg.model, Network)
 
 
 def register_family(section: type[Family]) -> str:

@@ -10,7 +10,9 @@ from jaxmem.sharding.table import Role
 
 # The categories into which the memory of a device is divided.
 CATEGORIES = ("parameters", "quantization", "master", "optimizer", "gradients", "activations", "batch", "other")
-SAVED = "saved for backward"  # a kind of activations
+# Kinds of activations that estimates and plans have in common.
+SAVED = "saved for backward"
+GATHERED, COPIES = "weights: gathered or cast", "weights: copies"
 
 _IS_MASTER = re.compile(rf"^state\.opt_state.*\.{MasterState._fields[0]}\b")
 # The arrays of a quantized weight besides its integer codes.
@@ -33,20 +35,8 @@ def category_of(path: str) -> str:
         return "master"
     if _IS_SCALE.search(path):
         return "quantization"
-    if is_weight(path):
+    if path.startswith(("state.params", "params")):
         return "parameters"
-    if is_optimizer_state(path):
+    if path.startswith("state.opt_state"):
         return "optimizer"
-    return "batch" if is_batch(path) else "other"
-
-
-def is_weight(path: str) -> bool:
-    return path.startswith(("state.params", "params"))
-
-
-def is_optimizer_state(path: str) -> bool:
-    return path.startswith("state.opt_state")
-
-
-def is_batch(path: str) -> bool:
-    return path.startswith("batch")
+    return "batch" if path.startswith("batch") else "other"

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxmem.config import Config, Decoder, Memory
 from jaxmem.config.names import is_offloaded
-from jaxmem.estimate.categories import ROLE_OF_CATEGORY, SAVED
+from jaxmem.estimate.categories import COPIES, GATHERED, ROLE_OF_CATEGORY, SAVED
 from jaxmem.estimate.chunks import loss_chunk, mlp_chunk
 from jaxmem.estimate.passes import passes_in_memory, passes_of
 from jaxmem.estimate.seconds import StepTime
@@ -124,11 +124,11 @@ def _activations(
     kinds = {SAVED: saved} | (sizes.at_peak(saved) if sizes else {})
     if not _offloads(cfg.memory, "weights"):
         # XLA slices the experts of a layer from the stack, since loops and kernels read them.
-        kinds["weights: gathered or cast"] = _experts_of_layer(state, size_of)
+        kinds[GATHERED] = _experts_of_layer(state, size_of)
     if cfg.memory.update == "during":
         # A transposed copy exists of each weight that the backward pass updates, if its all-gather is then contiguous.
         transposed = filter(size_of.is_transposed, state.categories["parameters"])
-        kinds["weights: copies"] = size_of("weights", transposed)
+        kinds[COPIES] = size_of("weights", transposed)
     return kinds
 
 

@@ -14,7 +14,7 @@ from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Config, Memory
 from jaxmem.estimate.categories import ROLE_OF_CATEGORY, category_of
 from jaxmem.estimate.passes import on_one_device, shape_of
-from jaxmem.sharding.table import Axes, Role, assign_mesh_axes, is_axes, rules_for
+from jaxmem.sharding.table import Axes, Role, assign_mesh_axes, is_axes, is_stacked, rules_for
 from jaxmem.sharding.weights import differentiable
 from jaxmem.step.execution import pipeline_of
 from jaxmem.step.host_placement import offloaded_state, offloaded_weights
@@ -36,7 +36,7 @@ class StateLeaf:
     @property
     def is_stacked(self) -> bool:
         """Whether the first dimension is the layer."""
-        return self.axes[:1] == ("layer",)
+        return is_stacked(self.axes)
 
 
 @dataclass(frozen=True)

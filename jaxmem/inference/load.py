@@ -29,6 +29,7 @@ from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.errors import UserError
 from jaxmem.hf.peft import add_adapters, read_base
 from jaxmem.sharding.host import fetch_from_host
+from jaxmem.sharding.table import is_stacked
 from jaxmem.sharding.weights import is_encoded, store
 from jaxmem.step.programs import Program, program
 from jaxmem.step.state import TrainState
@@ -206,7 +207,7 @@ def _store_as(built: Program, params: Tree) -> Tree:
     params.clear()
 
     def stored(path: KeyPath) -> Tree:
-        stacked = axes[path][:1] == ("layer",)
+        stacked = is_stacked(axes[path])
         weight_axes = axes[path][1:] if stacked else axes[path]
 
         def convert(w: Tree) -> Tree:

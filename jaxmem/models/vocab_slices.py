@@ -201,7 +201,7 @@ class VocabOpResult:
 @dataclass(frozen=True)
 class VocabOp:
     """An operation with an embedding or output matrix that has not run yet, passed to the handler of
-    `stack.intercept_with`. The caller can compute each slice of the matrix gradient when it is needed, without the
+    `stack.call.intercept_with`. The caller can compute each slice of the matrix gradient when it is needed, without the
     complete gradient."""
 
     weight: Weight

@@ -26,7 +26,7 @@ from jaxmem.optim.in_place import update_rows
 from jaxmem.quant import QTensor
 from jaxmem.quant.precision import rounded
 from jaxmem.sharding.leaves import per_device
-from jaxmem.sharding.table import Axes, is_axes, path_name
+from jaxmem.sharding.table import Axes, is_axes, is_stacked, path_name
 from jaxmem.sharding.weights import is_encoded
 from jaxmem.typing import AxesTree, Tree
 
@@ -197,7 +197,7 @@ def map_with_keys(function: Callable[..., Any], arrays: Tree, read_only: Tree, k
         if keys.vocab_slice is not None:  # few rows
             return update(arrays, (read_only, keys_of_rows))
         return update_rows(update, arrays, (read_only, keys_of_rows), axes, dim)
-    if axes[:1] != ("layer",):
+    if not is_stacked(axes):
         return function(arrays, read_only, key)
     if keys.layer is not None:
         return function(arrays, read_only, jax.random.fold_in(key, keys.layer))
@@ -212,7 +212,7 @@ def _add(w: jax.Array, u: jax.Array, key: jax.Array | None) -> jax.Array:
 
 def row_keys(key: jax.Array, axes: Axes, shape: tuple[int, ...], vocab_slice: VocabSlice | None) -> jax.Array | None:
     """A key for each row of a vocabulary matrix, [rows, 1] or [1, rows]. Returns None for other weights."""
-    if "vocab" not in axes or axes[:1] == ("layer",):
+    if "vocab" not in axes or is_stacked(axes):
         return None
     dim = axes.index("vocab")
     rows = jnp.arange(shape[dim], dtype=jnp.int32) if vocab_slice is None else vocab_slice.rows
@@ -246,7 +246,7 @@ def _block_seeds(
     sizes = list(w.scale.shape)
     places = [jnp.arange(size, dtype=jnp.uint32) for size in sizes]
     keys = key.reshape(1)
-    if axes[:1] == ("layer",):
+    if is_stacked(axes):
         layers = layer
         if layers is None:
             layers = places.pop(0)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmem.optim.apply import VocabSlice, axes_or_unnamed, global_norm
-from jaxmem.sharding.table import Axes, is_axes
+from jaxmem.sharding.table import Axes, is_axes, is_stacked
 from jaxmem.typing import AxesTree, Tree
 
 ClipBy = Literal["global", "previous", "weight"]
@@ -54,7 +54,7 @@ def clip(limit: float, by: ClipBy = "global", *, axes: AxesTree = None) -> optax
         if by == "weight":
 
             def clip_weight(names: Axes, g: jax.Array) -> jax.Array:
-                first = int(names[:1] == ("layer",) and layer is None)
+                first = int(is_stacked(names) and layer is None)
                 squares = jnp.square(g.astype(jnp.float32))
                 total = jnp.sum(squares, axis=tuple(range(first, g.ndim)), keepdims=True)
                 return _scale_down(g, limit, jnp.sqrt(total if vocab_slice is None else vocab_slice.total(total)))

@@ -14,7 +14,7 @@ from jaxmem.quant.qtensor import with_sliced_sizes
 from jaxmem.sharding.arrays import constrain, row_major_if_gathered
 from jaxmem.sharding.layout import current, shard_axes, shard_count
 from jaxmem.sharding.leaves import map_shards
-from jaxmem.sharding.table import Axes, is_axes
+from jaxmem.sharding.table import Axes, is_axes, is_stacked
 from jaxmem.sharding.weights import is_encoded
 from jaxmem.typing import AxesTree, Tree
 
@@ -75,7 +75,7 @@ def gather_in_place(old: Tree, new: Tree, axes: AxesTree) -> Tree:
     stacks = defaultdict[int, list[int]](list)  # number of layers -> the arrays to gather
     for number, leaf_axes in enumerate(names):
         is_gathered = layout.mesh_axes_each("optimizer", leaf_axes) != layout.mesh_axes_each("weights", leaf_axes)
-        if leaf_axes[:1] == ("layer",) and is_gathered:
+        if is_stacked(leaf_axes) and is_gathered:
             stacks[len(arrays[number])].append(number)
     for numbers in stacks.values():
         gather = partial(_gather_layer, [names[number][1:] for number in numbers])
@@ -122,7 +122,7 @@ def update_rows(function: PartFunction, matrix: Tree, read_only: Tree, axes: Axe
     """
     zero = jnp.zeros((), jnp.int32)
     division = _division((matrix, read_only), axes, dim)
-    is_stack = axes[:1] == ("layer",)
+    is_stack = is_stacked(axes)
     if division is None:
         update_matrix = lambda part, read_only, layer: function(part, read_only, layer, zero)  # noqa: E731
         return update_layers(update_matrix, matrix, read_only) if is_stack else update_matrix(matrix, read_only, zero)
@@ -165,7 +165,7 @@ class Division:
 
 def _division(matrices: Tree, axes: Axes, dim: int) -> Division | None:
     """The division of matrices of one shape with these logical axes; None: they stay in one part."""
-    is_stack = axes[:1] == ("layer",)
+    is_stack = is_stacked(axes)
     leaves = jax.tree.leaves(matrices, is_leaf=is_encoded)
     shape = leaves[0].shape[int(is_stack) :]
     blocks_of_rows = [x.block_size for x in leaves if isinstance(x, QTensor) and x.axis == dim - len(shape)]

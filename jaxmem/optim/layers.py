@@ -35,7 +35,7 @@ from jaxmem.quant.qtensor import with_sliced_sizes
 from jaxmem.sharding.arrays import constrain
 from jaxmem.sharding.layout import current
 from jaxmem.sharding.leaves import StateArray, axes_of_state, is_declared
-from jaxmem.sharding.table import Axes, is_axes, path_name
+from jaxmem.sharding.table import Axes, is_axes, is_stacked, path_name
 from jaxmem.sharding.weights import is_encoded, is_matrix
 from jaxmem.typing import AxesTree, Tree
 
@@ -173,8 +173,9 @@ def by_layer(
     most one layer in float32.
 
     With `update(..., layer=i, layers=n)`, gradients, state and parameters are those at position i of n of a stack. With
-    `update(..., vocab_slice=s)`, they are some rows of the only parameter, a vocabulary matrix. `pipeline_of` returns
-    the pipeline that orders the layers of a weight with this name; None: they are in order.
+    `update(..., vocab_slice=s)`, they are some rows of the only parameter, a vocabulary matrix. With
+    `update(..., pipeline_of=f)`, `f` returns the pipeline that orders the layers of a weight with this name; None: they
+    are in order.
     """
     rules = _Rules(rule_for, axes)
     return optax.GradientTransformationExtraArgs(rules.init, rules.update)
@@ -241,8 +242,8 @@ class _Rules:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The update of a parameter and its new state arrays by name. `old`: the state arrays of this parameter, and of
         those after it."""
-        pipeline = step.pipeline_of(path_name(path)) if names[:1] == ("layer",) else None
-        names = names[1:] if step.layer is not None and names[:1] == ("layer",) else names
+        pipeline = step.pipeline_of(path_name(path)) if is_stacked(names) else None
+        names = names[1:] if step.layer is not None and is_stacked(names) else names
         spec, stack = _one_layer(names, w)
         if 0 in w.shape:
             return g, {}
@@ -380,7 +381,7 @@ def _with_values(declared: State, arrays: Iterator[jax.Array]) -> State:
 
 def _one_layer(names: Axes, w: Any) -> tuple[ParameterSpec, tuple[int, ...]]:
     """One layer of a weight, and the number of layers (`()` if the weight is not a stack)."""
-    stacked = int(names[:1] == ("layer",))
+    stacked = int(is_stacked(names))
     shape = w.shape[stacked:]
     return ParameterSpec(shape, w.dtype, names[stacked:], tuple(range(len(shape)))), w.shape[:stacked]
 

@@ -26,7 +26,7 @@ from jax.tree_util import KeyPath
 
 from jaxmem.config.names import count_layers, split_layers, split_stack
 from jaxmem.errors import UserError, nearest
-from jaxmem.sharding.table import is_axes, path_name
+from jaxmem.sharding.table import is_axes, is_stacked, path_name
 from jaxmem.sharding.weights import is_encoded
 from jaxmem.typing import Tree
 
@@ -142,7 +142,7 @@ def _layers_in(
 ) -> tuple[int, ...] | None:
     """The positions of the selected layers in a stack with the layers `stack` (default: all), or None for axes."""
     if is_axes(x):
-        if x[:1] != ("layer",):
+        if not is_stacked(x):
             raise UserError(f"trainable={pattern} requires a stack of layers, not {name}; remove the range of layers")
         return None
     size = total if stack is not None else x.shape[0] if x.ndim else 0

@@ -17,10 +17,11 @@ from jaxmem.config.hf_values import read_json
 from jaxmem.config.mesh import MESH_AXES, divisors, replicated_dims
 from jaxmem.config.recompute import is_scheduled
 from jaxmem.errors import UserError, as_yaml
+from jaxmem.estimate.categories import COPIES, GATHERED
 from jaxmem.estimate.chunks import loss_chunk
 from jaxmem.estimate.state import bytes_on_device
 from jaxmem.models.fp8 import SCOPE
-from jaxmem.planning.breakdown import ALL_SCORES, COPIES, GATHERED, LOGITS, STATE_COPIES, UPDATES, stacked_dims
+from jaxmem.planning.breakdown import ALL_SCORES, LOGITS, STATE_COPIES, UPDATES, stacked_dims
 from jaxmem.planning.communication import collective
 from jaxmem.planning.estimated import estimated
 from jaxmem.planning.hlo import dot_flops, recomputed_values, total_flops

@@ -17,11 +17,11 @@ from typing import Any
 
 import jax
 
-from jaxmem.estimate.categories import CATEGORIES, SAVED, category_of, is_batch, is_optimizer_state, is_weight
+from jaxmem.estimate.categories import CATEGORIES, COPIES, GATHERED, ROLE_OF_CATEGORY, SAVED, category_of
 from jaxmem.kernels.scopes import purpose_of
 from jaxmem.planning.buffers import Allocation, Lifetimes, Region, Snapshot, peak_of
 from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module, dot_flops
-from jaxmem.sharding.table import Axes, is_axes
+from jaxmem.sharding.table import Axes, is_axes, is_stacked
 from jaxmem.step.programs import Program
 
 # Names of categories in tables and figures, if they differ from the names in JSON.
@@ -30,7 +30,6 @@ LABELS = {
 }  # fmt: skip
 # Kinds of activations.
 LOGITS, ALL_SCORES = "logits", "attention: all scores"
-GATHERED, COPIES = "weights: gathered or cast", "weights: copies"
 UPDATES = "updates"  # the outputs of the optimizer; its inputs are summed or scaled gradients
 STATE_COPIES = "working copies"  # copies of optimizer state
 # The inputs of the program from which a value was computed.
@@ -207,11 +206,10 @@ class Breakdown:
 
 def input_origin(path: str) -> Origins:
     """The origin of an argument of a program, from its path in jax."""
-    if is_weight(path):
-        return WEIGHTS
-    if is_optimizer_state(path):
-        return OPTIMIZER
-    return BATCH if is_batch(path) else OTHER
+    category = category_of(path)
+    if category in ROLE_OF_CATEGORY:
+        return WEIGHTS if ROLE_OF_CATEGORY[category] == "weights" else OPTIMIZER
+    return BATCH if category == "batch" else OTHER
 
 
 def pass_of(op_name: str) -> str:
@@ -377,14 +375,14 @@ def known_shapes(built: Program) -> KnownShapes:
             for shape in (built.layout.padded(role, axes, leaf.shape),)
         )
         shapes_by_kind["stored"].update(sorted_dims(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(leaf))
-        is_stacked = axes[:1] == ("layer",)
+        has_layers = is_stacked(axes)
         has_gradient = trainable is not None
         if has_gradient:
             for dims in (stored, split, used, moments, leaf.shape):
                 count = dims[:1] if trainable.shape == leaf.shape else trainable.shape[:1]  # some layers may be frozen
-                shapes = ((*count, *dims[1:]), dims[1:]) if is_stacked else (dims,)
+                shapes = ((*count, *dims[1:]), dims[1:]) if has_layers else (dims,)
                 shapes_by_kind["gradients"].update(map(sorted_dims, shapes))
-        if not is_stacked:
+        if not has_layers:
             return
         shapes_by_kind["layers"].add(stored[0])
         shapes_by_kind["sharded"].update(stacked_dims(dims) for dims in (stored, split) if dims != used)

@@ -11,12 +11,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from jaxmem.estimate.categories import SAVED
+from jaxmem.estimate.categories import COPIES, GATHERED, SAVED
 from jaxmem.kernels.scopes import purpose_of
 from jaxmem.machine import gpus
 from jaxmem.planning.breakdown import (
-    COPIES,
-    GATHERED,
     LOGITS,
     Breakdown,
     NamedBuffer,

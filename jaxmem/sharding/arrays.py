@@ -11,7 +11,7 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem.sharding.layout import current
-from jaxmem.sharding.table import Axes, Axis, Role, assign_mesh_axes, axis_name, is_axes
+from jaxmem.sharding.table import Axes, Axis, Role, assign_mesh_axes, axis_name, is_axes, is_stacked
 from jaxmem.typing import AxesTree, Tree
 
 GROUPS = "groups"  # the axis name of the vmap of `Layout.inside_vmap`
@@ -129,7 +129,7 @@ def map_layers(function: Callable[..., Any], in_axes: AxesTree, out_axes: AxesTr
         return function
 
     def specs(axes: AxesTree) -> Tree:
-        return jax.tree.map(lambda names: PartitionSpec(*[over] * (names[:1] == ("layer",))), axes, is_leaf=is_axes)
+        return jax.tree.map(lambda names: PartitionSpec(*[over] * is_stacked(names)), axes, is_leaf=is_axes)
 
     def run(*arrays: Tree) -> Tree:
         with layout.inside_shard_map(over):

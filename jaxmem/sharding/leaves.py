@@ -31,7 +31,7 @@ from jax.tree_util import KeyPath
 from jaxmem.errors import UserError
 from jaxmem.sharding.arrays import map_devices
 from jaxmem.sharding.layout import current
-from jaxmem.sharding.table import Axes, if_even, is_axes, path_name, relax_resized
+from jaxmem.sharding.table import Axes, if_even, is_axes, is_stacked, path_name, relax_resized
 from jaxmem.sharding.weights import is_encoded
 from jaxmem.typing import AxesTree, Tree
 
@@ -84,7 +84,7 @@ def _owner(path: KeyPath, shapes: dict[KeyPath, Tree]) -> KeyPath | None:
 
 
 def _declared_axes(array: StateArray, parameter: Axes, shape: tuple[int, ...]) -> Axes:
-    stacked = int(parameter[:1] == ("layer",))
+    stacked = int(is_stacked(parameter))
 
     def axis(dim: int | str | None, size: int) -> Any:
         name = parameter[stacked + dim] if isinstance(dim, int) else dim

@@ -34,6 +34,11 @@ def is_axes(x: object) -> bool:
     return type(x) is tuple and all(a is None or isinstance(a, str | Axis) for a in x)
 
 
+def is_stacked(axes: Axes) -> bool:
+    """Whether an array with these axes has a first dimension of layers."""
+    return axes[:1] == ("layer",)
+
+
 def path_name(path: KeyPath) -> str:
     """The name of a leaf in a tree, `blocks.attention.q.weight`, from its path. The value of a Flax variable has the
     name of the variable."""
@@ -65,7 +70,6 @@ KINDS = {
     ("expert", "embed", "mlp"): "experts",
     ("expert", "mlp", "embed"): "experts",
 }  # the kind of a weight, from its logical axes without `layer`
-RULE_AXES = ("fsdp", "context")  # STORAGE_AXES in the section `rules`, where `fsdp` also stands for `expert`
 STORAGE_AXES = ("fsdp", "expert", "context")  # shard stored weights, which are gathered over them for computation
 REPLICATED = (  # logical axes that no mesh axis shards
     "norm", "bias", "head_dim", "router", "rank", "projected", "height", "width", "patch", "kernel", "channels",

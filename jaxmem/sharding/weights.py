@@ -1,7 +1,7 @@
 """Stored weights, and the arrays that receive their gradients.
 
 A quantized weight has no derivative, but its dequantized values do. A `StoredWeight` pairs a weight with an array of
-zeros that has the shape and dtype of its gradient. `sharding.gather` and the embedding lookup compute with the stored
+zeros that has the shape and dtype of its gradient. `gathering.gather` and the embedding lookup compute with the stored
 weight, and return its gradient as the gradient of the zeros. XLA removes the zeros, since their values are not used.
 
     proxies = differentiable(params, jnp.bfloat16)

@@ -38,8 +38,8 @@ Policy = Callable[..., bool]
 Remat = str | tuple[str, ...]
 Forms = set[tuple[int, ...]]
 
-# The primitives of `sharding.gather` and of pipeline stages, which preserve the shape of the weight. The last ones
-# index the weight of a layer in a stack, or copy it from host memory.
+# The primitives of `sharding.gathering.gather` and of pipeline stages, which preserve the shape of the weight. The last
+# ones index the weight of a layer in a stack, or copy it from host memory.
 _FETCH = (
     "custom_vjp_call", "convert_element_type", "bitcast_convert_type", "sharding_constraint", "name",
     "optimization_barrier", "dynamic_slice", "squeeze", "device_put",

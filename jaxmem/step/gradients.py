@@ -39,7 +39,7 @@ from jaxmem.optim.groups import constrain_tree
 from jaxmem.quant.precision import Params
 from jaxmem.sharding.arrays import GROUPS, constrain
 from jaxmem.sharding.layout import Layout, current
-from jaxmem.sharding.table import Axes, Role, is_axes
+from jaxmem.sharding.table import Axes, Role, is_axes, is_stacked
 from jaxmem.sharding.weights import HookedWeight, differentiable
 from jaxmem.stack.apply import result_shapes
 from jaxmem.stack.call import StackCall, intercept_with
@@ -137,13 +137,9 @@ def applies_hooks_by_layer(loss: Loss, params: Params, batch: Batch, keys: jax.A
     is_once = len({id(jax.tree.leaves(weights)[0]) for weights in stacks}) == len(stacks)
     used = {x for equation in jaxpr.eqns for x in equation.invars if isinstance(x, Var)}
     used |= {x for x in jaxpr.outvars if isinstance(x, Var)}
-    names = jax.tree.leaves(jax.tree.map(lambda names, _: _of_layers(names), axes, params, is_leaf=is_axes))
-    is_used = any(is_stacked and x in used for is_stacked, x in zip(names, jaxpr.invars, strict=False))
+    names = jax.tree.leaves(jax.tree.map(lambda names, _: is_stacked(names), axes, params, is_leaf=is_axes))
+    is_used = any(has_layers and x in used for has_layers, x in zip(names, jaxpr.invars, strict=False))
     return is_once and not is_used and all(state == states[0] for state in states)
-
-
-def _of_layers(names: Axes) -> bool:
-    return names[:1] == ("layer",)
 
 
 def _with_hooks(loss: Loss, axes: AxesTree, hook: Callable[[Axes], Any], in_place: bool = False) -> Callable[..., Any]:
@@ -151,7 +147,7 @@ def _with_hooks(loss: Loss, axes: AxesTree, hook: Callable[[Axes], Any], in_plac
 
     def hooked_weight(names: Axes, proxy: jax.Array, stored: jax.Array, total: jax.Array) -> HookedWeight | jax.Array:
         hooked = HookedWeight(stored, proxy, total, hook(names), in_place)
-        return hooked if _of_layers(names) else hooked.apply()  # a stack applies the hook layer by layer
+        return hooked if is_stacked(names) else hooked.apply()  # a stack applies the hook layer by layer
 
     def hooked(proxies: Params, stored: Params, total: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
         return loss(jax.tree.map(hooked_weight, axes, proxies, stored, total, is_leaf=is_axes), batch, keys)

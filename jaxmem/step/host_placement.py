@@ -8,7 +8,7 @@ from jax.extend.mlir import ir
 
 from jaxmem.errors import UserError
 from jaxmem.sharding.host import HOST_MEMORY, to_host
-from jaxmem.sharding.table import Axes, axis_name, is_axes
+from jaxmem.sharding.table import Axes, axis_name, is_axes, is_stacked
 from jaxmem.sharding.weights import is_matrix
 from jaxmem.typing import Tree
 
@@ -17,7 +17,7 @@ def offloaded_state(axes: Tree) -> Tree:
     """For each array of the optimizer state, whether `memory.offload: optimizer` moves it."""
 
     def is_offloaded(axes: Axes) -> bool:
-        return axes[:1] == ("layer",) or "vocab" in (axis and axis_name(axis) for axis in axes)
+        return is_stacked(axes) or "vocab" in (axis and axis_name(axis) for axis in axes)
 
     return jax.tree.map(is_offloaded, axes, is_leaf=is_axes)
 

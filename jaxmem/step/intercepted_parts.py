@@ -1,6 +1,6 @@
 """The parts of a network that cannot name them: the model of a script, with the loss of the script.
 
-The network is run under `stack.intercept_with`. Its stacks of layers, and its operations with an embedding or output
+The network is run under `call.intercept_with`. Its stacks of layers, and its operations with an embedding or output
 matrix, are cut out where they are computed, and each function between two of these cuts is the complete network with
 the known results of the earlier cuts; XLA removes the operations that do not contribute. The path of the weights of a
 cut is found by the identity of its arrays.

@@ -15,7 +15,7 @@ import numpy as np
 from jax.tree_util import KeyPath
 
 from jaxmem.config.names import count_layers, is_last_stack, split_stack
-from jaxmem.sharding.table import Axes, is_axes, path_name
+from jaxmem.sharding.table import Axes, is_axes, is_stacked, path_name
 from jaxmem.typing import AxesTree, Tree
 
 PartialStacks: TypeAlias = Mapping[KeyPath, tuple[int, ...]]  # by path, the layers of a stack that have a gradient
@@ -49,7 +49,7 @@ def sums_of_squares(grads: Tree, axes: AxesTree) -> Tree:
     """The sum of squares of the gradient of each weight (of each layer for stacks), in float32."""
 
     def sum_of_squares(names: Axes, g: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.square(g.astype(jnp.float32)), axis=range(int(names[:1] == ("layer",)), g.ndim))
+        return jnp.sum(jnp.square(g.astype(jnp.float32)), axis=range(int(is_stacked(names)), g.ndim))
 
     return jax.tree.map(sum_of_squares, axes, grads, is_leaf=is_axes)
 
@@ -80,7 +80,7 @@ def _backward_order(
     stacks: dict[KeyPath, int] = {}
     count = count_layers(map(path_name, lengths))
     for number, (path, names) in enumerate(jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes)):
-        if names[:1] != ("layer",):
+        if not is_stacked(names):
             entries.append(((0 if path[0].key in AFTER_LAYERS else 2, number), path, 0, None))
             continue
         # Lists of a script's model may have other names; those within one module count as one stack.

@@ -27,7 +27,7 @@ from jaxmem.quant.precision import Params
 from jaxmem.sharding.arrays import map_stages, vocab_parts
 from jaxmem.sharding.gathering import stored_axes
 from jaxmem.sharding.layout import Layout, current
-from jaxmem.sharding.table import Axes, is_axes
+from jaxmem.sharding.table import Axes, is_axes, is_stacked
 from jaxmem.sharding.trees import without
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack.call import StackCall
@@ -218,5 +218,5 @@ def execute(
 
 def stacks_of(model: ModelSpec) -> list[str]:
     """The names of the stacks of layers, in order; pipeline stages share the layers of the last one."""
-    names = {path[0] for path, axes in flatten_dict(model.axes).items() if axes[:1] == ("layer",)}
+    names = {path[0] for path, axes in flatten_dict(model.axes).items() if is_stacked(axes)}
     return sorted(names, key=lambda name: (split_stack(name)[1] or range(1)).start)

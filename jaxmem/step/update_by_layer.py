@@ -26,7 +26,7 @@ from jaxmem.sharding.arrays import constrain, map_layers, row_major_if_gathered
 from jaxmem.sharding.gathering import stored_axes
 from jaxmem.sharding.host import fetch_from_host, is_on_host, put_layer, send_like, take_layer
 from jaxmem.sharding.layout import shard_count
-from jaxmem.sharding.table import Axes, Role, is_axes
+from jaxmem.sharding.table import Axes, Role, is_axes, is_stacked
 from jaxmem.sharding.trees import merge, select, single_weights
 from jaxmem.sharding.weights import Weight, is_encoded
 from jaxmem.step.state import StateSpec
@@ -58,7 +58,7 @@ def update_singly(
         state = group.state(opt_state)
         (names,) = jax.tree.leaves(group.axes, is_leaf=is_axes)
         (g,) = jax.tree.leaves(gradient)
-        if names[:1] == ("layer",):
+        if is_stacked(names):
             new, state = StackUpdate(group, state, write, norm, len(g)).update_all(gradient, weight)
         elif "vocab" in names:
             slice_of = partial(_slice_of, g, names.index("vocab"))
@@ -123,7 +123,7 @@ class StackUpdate:
         """The state of one layer, copied to the device if it is in host memory."""
 
         def read(names: Axes, x: jax.Array, before: jax.Array) -> jax.Array:
-            return fetch_from_host(take_layer(x, layer)) if names[:1] == ("layer",) else before
+            return fetch_from_host(take_layer(x, layer)) if is_stacked(names) else before
 
         return jax.tree.map(read, self.group.state_axes, state, self.before, is_leaf=is_axes)
 
@@ -143,7 +143,7 @@ def _put_stacked(tree: Tree, axes: Tree, role: Role, layer: jax.Array, new: Tree
     """Writes one layer into stacked leaves, in the same memory. Leaves that are not stacked are replaced."""
 
     def put_leaf(names: Axes, x: jax.Array, new: jax.Array) -> jax.Array:
-        if names[:1] != ("layer",):
+        if not is_stacked(names):
             return new
         # The layer is sharded before it is written, so that no other layer is communicated.
         new = row_major_if_gathered(constrain(new, *names[1:], role=role), names[1:], role, "optimizer")

@@ -16,7 +16,7 @@ from jaxmem import optim
 from jaxmem.optim.apply import Writer, sum_of_squares
 from jaxmem.optim.groups import ParameterGroup, constrain_tree
 from jaxmem.quant.precision import Params
-from jaxmem.sharding.table import is_axes
+from jaxmem.sharding.table import is_axes, is_stacked
 from jaxmem.sharding.trees import fill, merge, single_weights, without
 from jaxmem.stack.reverse import Visitor
 from jaxmem.step import nonfinite
@@ -107,8 +107,8 @@ def _divide(groups: Sequence[ParameterGroup], states: Sequence[Tree]) -> tuple[l
     """For the state of each group, the leaves that are stacked, and those that are not; None for others."""
     axes = [group.state_axes for group in groups]
 
-    def leaves(is_stacked: bool) -> list[Tree]:
-        select = lambda names, x: x if (names[:1] == ("layer",)) == is_stacked else None  # noqa: E731
+    def leaves(of_stacks: bool) -> list[Tree]:
+        select = lambda names, x: x if is_stacked(names) == of_stacks else None  # noqa: E731
         return jax.tree.map(select, axes, states, is_leaf=is_axes)
 
-    return leaves(is_stacked=True), leaves(is_stacked=False)
+    return leaves(of_stacks=True), leaves(of_stacks=False)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from jaxmem.checkpoint.resume import changed
 from jaxmem.config import LOW_RANK, Config
-from jaxmem.config.networks import Network
-from jaxmem.config.optimizers import OPTIMIZERS
+from jaxmem.config.register import is_registered
 from jaxmem.config.sections import Data
 from jaxmem.errors import abridge
 from jaxmem.step.programs import Program
@@ -163,6 +162,4 @@ def _needs_script(cfg: Config) -> bool:
     """Whether the commands of `jaxmem` cannot open a run: its model, loss, data or the name of its optimizer exist only
     in the process of a script."""
     user = cfg.user
-    is_registered = not isinstance(OPTIMIZERS[cfg.optimizer.name].implementation, str)
-    is_registered |= type(cfg.model) not in get_args(Network)
-    return is_registered or user.has_model or any((user.data, user.loss, user.loss_with_keys))
+    return is_registered(cfg) or user.has_model or any((user.data, user.loss, user.loss_with_keys))

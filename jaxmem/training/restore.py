@@ -39,10 +39,7 @@ def data_fingerprint(cfg: Config) -> str:
 def refuse_another_run(built: Program, directory: Path, path: epath.Path, fingerprint: str) -> tuple[int, JsonDict]:
     """The step and the config of the newest checkpoint; step 0 without checkpoints. Refuses a checkpoint if its config
     differs in fields that must not change."""
-    if not all(gather(path.is_dir())):
-        return 0, {}
-    with Checkpoints(path, read_only=True) as checkpoints:
-        latest = checkpoints.read_latest()
+    latest = _read_latest(path)
     if latest is None:
         return 0, {}
     step, position, before = latest
@@ -56,13 +53,19 @@ def refuse_another_run(built: Program, directory: Path, path: epath.Path, finger
 def resuming_own_checkpoints(cfg: Config, path: epath.Path) -> Config:
     """The config with `checkpoint.resume: auto` if this job has saved the checkpoints, and is started again: `never` is
     about its first start."""
-    if cfg.checkpoint.resume == "auto" or not all(gather(path.is_dir())):
+    if cfg.checkpoint.resume == "auto" or (latest := _read_latest(path)) is None:
         return cfg
-    with Checkpoints(path, read_only=True) as checkpoints:
-        latest = checkpoints.read_latest()
-    saved_by = latest[1].get("jobs", []) if latest else []
-    is_own = not set(jobs(started_again=True)).isdisjoint(saved_by)
+    _, position, _ = latest
+    is_own = not set(jobs(started_again=True)).isdisjoint(position.get("jobs", []))
     return cfg.replace(checkpoint={"resume": "auto"}) if is_own else cfg
+
+
+def _read_latest(path: epath.Path) -> tuple[int, JsonDict, JsonDict] | None:
+    """Step, data position and config of the newest checkpoint; None without checkpoints."""
+    if not all(gather(path.is_dir())):
+        return None
+    with Checkpoints(path, read_only=True) as checkpoints:
+        return checkpoints.read_latest()
 
 
 def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, JsonDict] | None:

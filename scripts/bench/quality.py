@@ -93,12 +93,18 @@ METHODS = MAIN | {
 }
 
 
+_FP8_ROW = "precision.compute=fp8 precision.fp8_scaling=row"
 # How the weights are stored or computed with, without training.
 FORMATS = {
     "float32": "",
     "computed in bfloat16": "precision.compute=bfloat16",
     "matmuls in FP8, a scale per tensor": "precision.compute=fp8",
-    "matmuls in FP8, a scale per row": "precision.compute=fp8 precision.fp8_scaling=row",
+    "matmuls in FP8, a scale per row": _FP8_ROW,
+    "the same, only gate and up": f"{_FP8_ROW} precision.fp8_layers=['*.gate','*.up']",
+    "the same, only down": f"{_FP8_ROW} precision.fp8_layers=['*.down']",
+    "the same, only q and k": f"{_FP8_ROW} precision.fp8_layers=['*.q','*.k']",
+    "the same, only v": f"{_FP8_ROW} precision.fp8_layers=['*.v']",
+    "the same, only o": f"{_FP8_ROW} precision.fp8_layers=['*.o']",
     "int8": "adapter.kind=qlora adapter.base=int8",
     "nf4": "adapter.kind=qlora adapter.base=nf4",
     "nf4, embedding in bfloat16": "adapter.kind=qlora adapter.base=nf4 adapter.embeddings=bfloat16",
@@ -210,11 +216,17 @@ def train(run: Run, model: Path, corpus: dict[str, str]) -> None:
     seconds = time.monotonic() - start
     count = result.program.model.parameter_count
     rows = map(json.loads, (result.directory / "metrics.jsonl").read_text().splitlines())
+    text = str(WORK / f"{run.evaluated}.jsonl")
+    in_float32 = {}
+    if cfg.precision.compute == "fp8":  # what training with it costs, apart from what computing with it costs
+        overrides = ["precision.compute=float32"]
+        in_float32 = {"loss_in_float32": jaxmem.evaluate(result.directory, text, overrides=overrides)["loss"]}
     record = {
         **run._asdict(),
         "overrides": METHODS[run.method].overrides,
         "evaluated": run.evaluated,
-        "loss": jaxmem.evaluate(result.directory, str(WORK / f"{run.evaluated}.jsonl"))["loss"],
+        "loss": jaxmem.evaluate(result.directory, text)["loss"],
+        **in_float32,
         "curve": [(row["step"], row["loss"]) for row in rows if "loss" in row],
         "planned_bytes_per_parameter": {name: size / count for name, size in result.plan.bytes_per_device.items()},
         "seconds": round(seconds, 1),
@@ -283,12 +295,13 @@ def rows(methods: Sequence[str]) -> Iterator[Row]:
 
 def print_search(methods: Sequence[str]) -> None:
     """The runs that choose a learning rate, each beside AdamW with the same one."""
-    print("| method | learning rate | validation loss | above AdamW |")
-    print("| --- | ---: | ---: | ---: |")
+    print("| method | learning rate | validation loss | above AdamW | computed in float32, above AdamW |")
+    print("| --- | ---: | ---: | ---: | ---: |")
     for run in (run for method in methods for run in runs_of(method) if run.steps == SEARCH_STEPS):
         record, base = run.record(), run._replace(method="adamw").record()
         if record:
-            above = f"{record['loss'] - base['loss']:+.4f}" if base else ""
+            losses = (record["loss"], record.get("loss_in_float32"))
+            above = " | ".join(f"{loss - base['loss']:+.4f}" if base and loss else "" for loss in losses)
             print(f"| {run.method} | {run.learning_rate:g} | {record['loss']:.4f} | {above} |")
 
 

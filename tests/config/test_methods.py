@@ -85,9 +85,9 @@ def test_a_method_keeps_what_it_does_not_change() -> None:
     cfg = run_config({**TINY, "precision": {"compute": "float32"}}, ["batch.global_size=6"], method="full-8bit")
     assert (cfg.optimizer.name, cfg.optimizer.learning_rate, cfg.optimizer.beta1) == ("adamw8bit", 0.5, 0.9)
     assert (cfg.precision.compute, cfg.precision.parameters, cfg.batch.global_size) == ("float32", "bfloat16", 6)
-    ranked = {**TINY, "adapter": {"kind": "qlora", "rank": 4, "base": "int4"}}
+    ranked = {**TINY, "adapter": {"kind": "qlora", "rank": 4, "base": "int4", "embeddings": "bfloat16"}}
     lora = run_config(ranked, method="lora").adapter
-    assert (lora.kind, lora.rank, lora.base) == ("lora", 4, "bfloat16")
+    assert (lora.kind, lora.rank, lora.base, lora.embeddings) == ("lora", 4, "bfloat16", None)
     assert run_config(ranked, method="full").adapter.kind == "none"
     with pytest.raises(UserError, match="did you mean qlora"):
         run_config(TINY, method="qlor")

@@ -3,8 +3,9 @@
 import jax
 import pytest
 
+from jaxmem.estimate.categories import COPIES, SAVED
 from jaxmem.estimate.state import bytes_on_device
-from jaxmem.planning.breakdown import COPIES, SAVED, STATE_COPIES
+from jaxmem.planning.breakdown import STATE_COPIES
 from jaxmem.planning.buffers import Lifetimes, peak_of, read_allocations, snapshot
 from jaxmem.planning.compile import compile_program
 from jaxmem.planning.result import Plan

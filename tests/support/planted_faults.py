@@ -131,7 +131,7 @@ FAULTS = {
     "clipping": Fault(
         "the norm of all layers clips each layer",
         "jaxmem/optim/clipping.py",
-        'first = int(names[:1] == ("layer",) and layer is None)',
+        "first = int(is_stacked(names) and layer is None)",
         "first = 0",
         "tests/optim/test_clipping.py",
     ),
