@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxmem.config.gguf_tokenizer import special_token_ids, tokenizer_config, tokenizer_json
-from jaxmem.config.hf_families import FAMILIES
+from jaxmem.config.hf_families import HF_ARCHITECTURES
 from jaxmem.config.hf_values import Size, UnsupportedError, read
 from jaxmem.errors import UserError, one_line
 from jaxmem.machine.files import atomic_directory
@@ -237,7 +237,7 @@ def settings_of(opened: GgufFile) -> JsonDict:
     settings = {keys[key]: value for key, value in values.items() if key in keys}
     settings |= {
         "architectures": [architecture.name],
-        "model_type": FAMILIES[architecture.name].model_type,  # by which transformers opens an export
+        "model_type": HF_ARCHITECTURES[architecture.name].model_type,  # by which transformers opens an export
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
         "dtype": stored_dtype(opened),

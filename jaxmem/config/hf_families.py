@@ -216,7 +216,7 @@ _DEEPSEEK_DEFAULTS = {
     "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "topk_method": "greedy",
 }  # fmt: skip
 
-FAMILIES = {
+HF_ARCHITECTURES = {
     "LlamaForCausalLM": HfFamily("llama", mlp_bias=True),
     "MistralForCausalLM": HfFamily(
         "mistral", {"num_key_value_heads": 8, "sliding_window": 4096}, biased=False, windows="all"

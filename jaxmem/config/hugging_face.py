@@ -9,7 +9,7 @@ from typing import Annotated, get_args
 
 from pydantic import Field
 
-from jaxmem.config.hf_families import ACTIVATIONS, FAMILIES, WINDOWS, HfFamily, text_settings
+from jaxmem.config.hf_families import ACTIVATIONS, HF_ARCHITECTURES, WINDOWS, HfFamily, text_settings
 from jaxmem.config.hf_quantized import quantization_fields, scheme_of
 from jaxmem.config.hf_rope import ORIGINAL_LENGTH, rope_fields, scaling_json
 from jaxmem.config.hf_values import Number, Quantity, Size, UnsupportedError, check_keys, read, read_json
@@ -80,12 +80,14 @@ def family_of(settings: JsonView) -> HfFamily:
     settings = text_settings(settings)
     architectures = read(settings, "architectures", list[str], [])
     model_type = settings.get("model_type")
-    family = next((FAMILIES[name] for name in architectures if name in FAMILIES), None)
+    family = next((HF_ARCHITECTURES[name] for name in architectures if name in HF_ARCHITECTURES), None)
     if not architectures:
-        family = next((candidate for candidate in FAMILIES.values() if candidate.model_type == model_type), None)
+        family = next(
+            (candidate for candidate in HF_ARCHITECTURES.values() if candidate.model_type == model_type), None
+        )
     if family is None:
         given = ", ".join(architectures) or model_type
-        raise UnsupportedError(f"architecture {given} is not supported; expected one of {', '.join(FAMILIES)}")
+        raise UnsupportedError(f"architecture {given} is not supported; expected one of {', '.join(HF_ARCHITECTURES)}")
     if model_type not in (None, family.model_type):  # transformers decides by model_type
         raise UnsupportedError(
             f"model_type={model_type} does not match architectures={architectures[0]}; expected {family.model_type}"
@@ -173,7 +175,7 @@ def config_json(model: Decoder, base: JsonView | None = None, length: int = 2048
         length = max(length, round(model.rope.factor * model.rope.original_length))
     length = (base or {}).get("max_position_embeddings", length)
     architectures = (base or {}).get("architectures") or []  # the architecture of the base first
-    for architecture, family in sorted(FAMILIES.items(), key=lambda item: item[0] not in architectures):
+    for architecture, family in sorted(HF_ARCHITECTURES.items(), key=lambda item: item[0] not in architectures):
         written = {"architectures": [architecture], **_settings(model, family, length)}
         if _read_back(written) == expected:
             return {**written, **token_ids}
@@ -181,7 +183,7 @@ def config_json(model: Decoder, base: JsonView | None = None, length: int = 2048
     used = ", ".join(f"model.{name}" for name, usual in options.items() if getattr(model, name) != usual)
     raise UserError(
         f"{used or 'model'}: no Hugging Face architecture that export supports has this combination; train "
-        f"with the settings of {one_of(FAMILIES)}"
+        f"with the settings of {one_of(HF_ARCHITECTURES)}"
     )
 
 

@@ -31,7 +31,7 @@ from jaxmem.typing import JsonDict
 
 BUILT_AHEAD = 2  # batches, in addition to the one being built
 
-State = JsonDict  # a position in the data, for JSON
+Position = JsonDict  # a position in the data, for JSON
 Value = TypeVar("Value", int, tuple[int, int])
 RowNumber = TypeVar("RowNumber", int, np.ndarray)
 
@@ -62,8 +62,8 @@ class Batches(Protocol):
     """grain's iterator of (whether any row has data, batch)."""
 
     def __next__(self) -> tuple[bool, Batch]: ...
-    def get_state(self) -> State: ...
-    def set_state(self, state: State, /) -> None: ...
+    def get_state(self) -> Position: ...
+    def set_state(self, state: Position, /) -> None: ...
     def close(self) -> None: ...
 
 
@@ -181,7 +181,7 @@ class Loader(AbstractContextManager["Loader"]):
             raise StopIteration
         return batch
 
-    def state(self) -> State:
+    def state(self) -> Position:
         """The position after the last batch that was returned, for JSON: the rows of this process as [row, record,
         token]."""
         position = self._batches.get_state()
@@ -195,7 +195,7 @@ class Loader(AbstractContextManager["Loader"]):
             ]
         return state
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: Position) -> None:
         """Continues at a position that `state` or `merge_states` returned, for any number of processes."""
         if state["global_size"] != self._cfg.batch.global_size:
             raise UserError(
@@ -254,7 +254,7 @@ def _streamed(cfg: Config, corpus: Corpus, shard: tuple[int, int]) -> OrderedRec
     )
 
 
-def merge_states(states: Iterable[State]) -> State:
+def merge_states(states: Iterable[Position]) -> Position:
     """One position from the positions of all processes, to be saved. Processes with the same row must agree on it.
 
     >>> one = {"step": 3, "global_size": 2, "rows": [[0, 5, 17]]}
@@ -273,7 +273,7 @@ def merge_states(states: Iterable[State]) -> State:
     return merged
 
 
-def _merged_rows(states: Sequence[State], size: int) -> list[list[int]]:
+def _merged_rows(states: Sequence[Position], size: int) -> list[list[int]]:
     """The positions of all `size` rows of the batch."""
     rows: dict[int, list[int]] = {}
     for state in states:

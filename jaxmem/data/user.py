@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxmem.config.sections import Config
 from jaxmem.data.corpus import Corpus, Split
-from jaxmem.data.loader import Loader, State
+from jaxmem.data.loader import Loader, Position
 from jaxmem.data.packing import Batch
 from jaxmem.errors import UserError
 from jaxmem.step.batches import batch_spec
@@ -105,13 +105,13 @@ class UserLoader(AbstractContextManager["UserLoader"]):
                 "the first dimension must be this process's share of batch.global_size"
             )
 
-    def state(self) -> State:
+    def state(self) -> Position:
         """The position after the last batch that was returned."""
         get = getattr(self._iterator, "get_state", None)
         place = get() if get else None
         return {"own": self._count, "iterator": {"bytes": place.hex()} if isinstance(place, bytes) else place}
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: Position) -> None:
         self.rewind()
         places = state["iterators"]
         place = places[jax.process_index()] if len(places) == jax.process_count() else None

@@ -5,7 +5,7 @@ from typing import Any
 
 # The module and class of each model family. Config sections are in config/networks.py, and the names of weights in
 # Hugging Face directories in hf/names.py.
-FAMILIES: dict[str, Any] = {
+NETWORKS: dict[str, Any] = {
     "decoder": ("jaxmem.models.decoder", "Decoder"),
     "vit": ("jaxmem.models.image_networks", "Vit"),
     "convnet": ("jaxmem.models.image_networks", "Convnet"),
@@ -15,7 +15,7 @@ FAMILIES: dict[str, Any] = {
 
 def build(cfg: Any, rngs: Any, execution: Any = None) -> Any:
     """Returns the network of the config section `model`. Only the module of its family is imported."""
-    entry = FAMILIES[cfg.family]
+    entry = NETWORKS[cfg.family]
     network = getattr(import_module(entry[0]), entry[1]) if isinstance(entry, tuple) else entry
     return network(cfg, rngs) if execution is None else network(cfg, rngs, execution)
 
@@ -29,4 +29,4 @@ def register_model(section: Any, network: Any) -> None:
     """
     from jaxmem.config.register import register_family
 
-    FAMILIES[register_family(section)] = network
+    NETWORKS[register_family(section)] = network

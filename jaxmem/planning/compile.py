@@ -27,20 +27,20 @@ from jaxmem.machine import stderr
 from jaxmem.planning.buffers import sizes_of
 from jaxmem.planning.hlo import Module, read_module
 from jaxmem.planning.hlo_proto import HloProto
+from jaxmem.step.programs import XlaOptions
 
-Options = dict[str, bool | str]
 # Lines of XLA's log that are not printed. A plan has its own warning about replicated arrays and about a program that
 # exceeds the memory; and compilation is repeated with `TRY_ALL` if a matmul has no default kernel.
 _REPLICATED = re.compile(rb"(?m)^.*Involuntary full rematerialization.*?for HLO operation (?P<array>%\S+ = \S+).*\n?")
 _OVER_LIMIT = re.compile(rb"(?m)^.*(?:arguments \(\d+\) exceeds the base limit|Can't reduce memory use below).*\n?")
 _NO_DEFAULT_LOG = re.compile(rb"(?ms)^E\d{4} [^\n]*\] Could not get config for HLO.*?(?=^[EIW]\d{4} |\Z)")
 # Without LLVM's optimization, for programs that never run: it takes half of the compile time on CPUs.
-_QUICK: Options = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
+_QUICK: XlaOptions = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
 # Without a GPU no kernel can be timed, so XLA uses its default kernel for each matmul.
-UNTIMED: Options = {"xla_gpu_autotune_level": "0"}
+UNTIMED: XlaOptions = {"xla_gpu_autotune_level": "0"}
 # jax 0.11 has no default kernel for some matmuls with concatenated operands, e.g. the gradient of joined weights. At
 # this level XLA tries all kernels of each matmul, which takes several times as long.
-TRY_ALL: Options = {"xla_gpu_autotune_level": "1"}
+TRY_ALL: XlaOptions = {"xla_gpu_autotune_level": "1"}
 _NO_DEFAULT = "No supported config found"
 _NO_CACHE = "no-cache-of-kernels"  # the name of the invalid cache file, which XLA's error message contains
 
@@ -149,7 +149,7 @@ def replicated_arrays() -> Iterator[list[str]]:
 
 
 def compile_elsewhere(
-    lowered: jax.stages.Lowered, options: Options | None = None, kernels: Options = UNTIMED
+    lowered: jax.stages.Lowered, options: XlaOptions | None = None, kernels: XlaOptions = UNTIMED
 ) -> tuple[bytes, bytes]:
     """The scheduled module and its buffer assignment, serialized by XLA, for devices that are not installed. `kernels`:
     how XLA chooses them."""
@@ -157,7 +157,7 @@ def compile_elsewhere(
         no_cache = Path(directory, _NO_CACHE)
         # An invalid cache: no protobuf message begins with these bytes, and they exceed the block that XLA reads.
         no_cache.write_bytes(b"\xff" * 2**16)
-        dump: Options = {
+        dump: XlaOptions = {
             "xla_dump_to": directory, "xla_dump_hlo_as_proto": True, "xla_gpu_kernel_cache_file": str(no_cache)
         }  # fmt: skip
         try:

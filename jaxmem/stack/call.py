@@ -15,9 +15,10 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from jaxmem.config.names import BOUNDARY
+from jaxmem.quant import QTensor
 from jaxmem.sharding.host import to_device, to_host
 from jaxmem.stack.recompute_plan import RecomputePlan
-from jaxmem.stack.remat import Remat, decode, encode, is_encoded
+from jaxmem.stack.remat import Remat, decode, encode
 from jaxmem.typing import Tree
 
 # (weights of a layer, x, the input of this layer, inputs shared by all layers) -> (x, output of this layer)
@@ -92,7 +93,7 @@ class StackCall:
 
     def load_boundary(self, saved: Tree) -> Tree:
         x = self.load(saved)
-        return jax.tree.map(decode, x, is_leaf=is_encoded) if self.options.in_fp8 else x
+        return jax.tree.map(decode, x, is_leaf=lambda leaf: isinstance(leaf, QTensor)) if self.options.in_fp8 else x
 
 
 _creating: ContextVar[LayerOrder | None] = ContextVar("layer_order", default=None)

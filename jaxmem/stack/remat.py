@@ -128,10 +128,6 @@ def encode(x: jax.Array) -> Any:
     return dataclasses.replace(q, codes=jax.lax.bitcast_convert_type(q.codes, jnp.uint8))
 
 
-def is_encoded(x: object) -> bool:
-    return isinstance(x, QTensor)
-
-
 def decode(stored: Any) -> jax.Array:
     if not isinstance(stored, QTensor):
         return stored

@@ -49,7 +49,7 @@ class ExecutionSpec:
         pipeline = self.pipeline
         return None if pipeline is None else pipeline.order.argsort()[: pipeline.layers].tolist()
 
-    def pipeline_of(self, name: str) -> Pipeline | None:
+    def pipeline_of_weight(self, name: str) -> Pipeline | None:
         """The pipeline whose stages share the layers of the weight with this name."""
         is_shared = self.pipeline is not None and is_last_stack(name, self.cfg.model.layers)  # type: ignore[union-attr]
         return self.pipeline if is_shared else None

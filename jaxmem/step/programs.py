@@ -43,26 +43,26 @@ if TYPE_CHECKING:
 # reduction delays the next layer's all-gather. Llama 3 8B on 8 H100s, sequence length 4096, a ring over `context: 8`:
 # 6 % of the communication time is exposed with the defaults, 0.02 % with these options, in the same memory. Not used:
 # pipelined collectives (5 GiB more, no gain) and double-buffered loops (0.6 GiB more, no gain).
-Options = dict[str, bool | int | str]
+XlaOptions = dict[str, bool | str]  # as jax types them
 
 # Overlaps communication and host transfers with kernels. XLA's default is on from Hopper on, and off for older GPUs.
 # Llama 3 8B on 8 RTX 4090s: 75.6 -> 66.0 s per step, 0.45 GiB more memory; 70 B frozen in host memory on one A100: 10.3
 # -> 7.6 s, 0.67 GiB more.
-LATENCY_HIDING: Options = {"xla_gpu_enable_latency_hiding_scheduler": True}
-OVERLAP: Options = {
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": 1,  # each gradient is reduced as soon as it exists
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
+LATENCY_HIDING: XlaOptions = {"xla_gpu_enable_latency_hiding_scheduler": True}
+OVERLAP: XlaOptions = {
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": "1",  # each gradient is reduced as soon as it exists
+    "xla_gpu_experimental_parallel_collective_overlap_limit": "2",
 }
 # All transfers from host memory may run at once. By default only two may, and XLA runs the others before the first
 # kernel: kernels then wait for five of the seven weights of a layer.
-FETCH: Options = {"xla_gpu_experimental_parallel_async_compute_limit": 64}
+FETCH: XlaOptions = {"xla_gpu_experimental_parallel_async_compute_limit": "64"}
 # Without this option some of XLA's kernels, e.g. the scatter-add of an embedding's gradient, add in varying order.
-DETERMINISTIC: Options = {"xla_gpu_deterministic_ops": True}
+DETERMINISTIC: XlaOptions = {"xla_gpu_deterministic_ops": True}
 # XLA's autotuner is off in plans and would use its Triton kernels, in which values of FP8 matmuls are bfloat16. Without
 # them every matmul is one of cuBLASLt, in plans and in runs.
-CUBLAS: Options = {"xla_gpu_enable_triton_gemm": False}
+CUBLAS: XlaOptions = {"xla_gpu_enable_triton_gemm": False}
 # jax 0.10 computes batched matmuls on CPUs with a library that takes twice as long as Eigen.
-EIGEN: Options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
+EIGEN: XlaOptions = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class Program:
         *arguments: Tree,
         outputs: Tree,
         donate: int | tuple[()] = (),
-        options: Options | None = None,
+        options: XlaOptions | None = None,
     ) -> jax.stages.Lowered:
         with self.lowering():
             jitted = jax.jit(function, donate_argnums=donate, out_shardings=outputs, compiler_options=options)
@@ -290,7 +290,7 @@ def check_mesh(layout: Layout, model: ModelSpec) -> None:
         raise UserError(f"mesh.{axis}={getattr(cfg.mesh, axis)} does not shard the model: {why}; {use}")
 
 
-def compiler_options(platform: str, devices: int, *, fetches: bool, deterministic: bool) -> Options:
+def compiler_options(platform: str, devices: int, *, fetches: bool, deterministic: bool) -> XlaOptions:
     """The options. `fetches`: whether the step has state in host memory; `deterministic`: whether equal inputs must
     give bitwise equal outputs."""
     if platform == "cpu":

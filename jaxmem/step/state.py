@@ -118,7 +118,7 @@ class StateSpec:
     def trainable(self) -> ParameterGroup:
         """The trainable parameters, and their optimizer."""
         axes = self.model.select(self.model.axes)
-        return ParameterGroup(self.optimizer, axes, self.opt_axes, self.model.execution.pipeline_of)
+        return ParameterGroup(self.optimizer, axes, self.opt_axes, self.model.execution.pipeline_of_weight)
 
     def group(self, params: Tree) -> ParameterGroup:
         """The optimizer of some of the trainable parameters: `params` is a tree of only these."""

@@ -36,7 +36,7 @@ def data_fingerprint(cfg: Config) -> str:
     return mine
 
 
-def refuse_another_run(built: Program, directory: Path, path: epath.Path, fingerprint: str) -> tuple[int, JsonDict]:
+def newest_of_same_run(built: Program, directory: Path, path: epath.Path, fingerprint: str) -> tuple[int, JsonDict]:
     """The step and the config of the newest checkpoint; step 0 without checkpoints. Refuses a checkpoint if its config
     differs in fields that must not change."""
     latest = _read_latest(path)

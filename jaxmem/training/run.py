@@ -42,8 +42,8 @@ from jaxmem.training.progress import Progress, RunSpec, spinner
 from jaxmem.training.restore import (
     check_finite,
     data_fingerprint,
+    newest_of_same_run,
     newest_state,
-    refuse_another_run,
     restore,
     resuming_own_checkpoints,
 )
@@ -225,7 +225,7 @@ def _finished(built: Program, directory: Path, path: epath.Path, fingerprint: st
     """The result of a run whose steps are all done; None if steps are left. Refuses a run of another config."""
     if built.cfg.checkpoint.resume == "never":
         return None
-    done, config = refuse_another_run(built, directory, path, fingerprint)
+    done, config = newest_of_same_run(built, directory, path, fingerprint)
     if done < built.cfg.steps:
         return None
     with _checkpoints(built.cfg.checkpoint, path) as checkpoints, failing_together():

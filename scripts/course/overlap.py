@@ -2,12 +2,12 @@
 and with XLA's latency-hiding scheduler, and for other layouts."""
 
 from jaxmem.config import load_config
-from jaxmem.planning.compile import Options, compile_elsewhere, without_cache
+from jaxmem.planning.compile import compile_elsewhere, without_cache
 from jaxmem.planning.hlo import read_module
 from jaxmem.planning.targets import Target, parse_target, target_devices
 from jaxmem.planning.timeline import KERNEL, WAIT, Timeline, timeline
 from jaxmem.report.page import ROWS
-from jaxmem.step.programs import program
+from jaxmem.step.programs import XlaOptions, program
 from scripts.course import Findings, common, main
 from scripts.course.panels import COLOURS, DARK, Spans
 from scripts.course.table import Row, Table
@@ -15,7 +15,7 @@ from scripts.course.table import Row, Table
 GPUS = 8
 BASE, LAYOUTS = common.CONFIGS["overlap"]["base"], common.rows_of("overlap", "layouts")
 # Options that replace those of jaxmem, for the first layout alone.
-NO_HIDING: Options = {"xla_gpu_enable_latency_hiding_scheduler": False}
+NO_HIDING: XlaOptions = {"xla_gpu_enable_latency_hiding_scheduler": False}
 OVERLAPPED, EXPOSED = "overlapped communication and copies, ms", "exposed, ms"
 KERNELS = "kernels alone, ms"
 TRANSFER = "transfer"
@@ -49,7 +49,7 @@ def measure(target: str) -> Findings:
     )
 
 
-def schedule(aim: Target, layout: str, options: Options) -> Timeline:
+def schedule(aim: Target, layout: str, options: XlaOptions) -> Timeline:
     """The timeline of a layout's step, compiled with these options in addition to those of jaxmem."""
     with without_cache():
         built = program(load_config(BASE, LAYOUTS[layout]), target_devices(aim, 1000 * aim.memory))
