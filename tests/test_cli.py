@@ -172,7 +172,7 @@ def test_suggested_commands_have_the_options_of_the_plan(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned = SimpleNamespace(as_json=dict, fits=False, target=SimpleNamespace(gpu=None))
-    near = Nearest(["memory.remat=full"], None, [], 1, None)
+    near = Nearest(["memory.remat=full"], None, 1, None)
     monkeypatch.setattr("jaxmem.planning.result.plan", lambda *_, **__: planned)
     monkeypatch.setattr("jaxmem.search.nearest.nearest_fitting", lambda *_: [near])
     options = ("--batch", "2", "--reserve", "0.5", "--target", "h100-80gb:2")

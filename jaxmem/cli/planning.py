@@ -84,12 +84,20 @@ def plan(
             " to avoid it, set JAX_PLATFORMS=cpu"
         )
     if check and not planned.fits:
+        from jaxmem.config.methods import run_config, without_replaced
         from jaxmem.search.comparison import command_line
 
-        sizes = {"sequence_length": sequence_length, "batch": batch, "reserve": reserve}
-        given = {"overrides": overrides or [], **sizes}
+        sizes: JsonDict = {"sequence_length": sequence_length, "batch": batch}
+        given = {"overrides": overrides or [], "reserve": reserve, **sizes}
         where = ["--target", target] if target else ["--simulate", str(simulate)] if simulate else []
-        _suggest(planned, ["jaxmem", "plan", *command_line(source or "", given), *where], method)
+
+        def config(other: str | None) -> Config:
+            if other is None:
+                return cfg
+            settings = without_replaced(other, overrides or ())
+            return run_config(source or "", settings, method=other, devices=planned.target.count, **sizes)
+
+        _suggest(planned, config, ["jaxmem", "plan", *command_line(source or "", given), *where], method)
 
 
 def fit(
@@ -189,14 +197,15 @@ def _config(
     return cfg
 
 
-def _suggest(planned: Plan, command: list[str], method: str | None) -> None:
+def _suggest(planned: Plan, config: Callable[[str | None], Config], command: list[str], method: str | None) -> None:
     """Prints commands for configs that fit to standard error, each as soon as it is compiled, and exits with code 3.
-    `command`: the command of the plan; `method`: its --method."""
+    `config(method)`: the config of the plan, or that of another method; `command`: the command of the plan; `method`:
+    its --method."""
     from jaxmem.search import nearest
 
     _progress(f"searching for configs that fit, at most {nearest.MAX_SECONDS:.0f} s (--no-check: not at all) ...")
     has_any = False
-    for near in nearest.nearest_fitting(planned, nearest.Limit()):
+    for near in nearest.nearest_fitting(planned, config, nearest.Limit()):
         _progress(str(near))
         say(near.command(command, method), file=sys.stderr)
         has_any = True

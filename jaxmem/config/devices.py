@@ -52,6 +52,12 @@ def resolve(cfg: Config, n: int) -> tuple[Config, list[str]]:
     return resolved, list(_indivisible(resolved))
 
 
+def batch_step(cfg: Config) -> int:
+    """The number of which `batch.global_size` must be a multiple, for a config whose mesh is resolved."""
+    pair = 2 if cfg.objective.name == "dpo" else 1  # a pair of rows stays on one device
+    return cfg.batch.accumulate * pair * cfg.mesh.row_shards
+
+
 def _elastic(cfg: Config, n: int) -> Config:
     """The config on n devices instead of the number that its mesh has: `replica` or `fsdp` changes, and no device has
     more rows per micro-batch than before. The config itself if no such mesh is possible."""
@@ -81,13 +87,12 @@ def _indivisible(cfg: Config) -> Iterator[str]:
     batch = cfg.batch
     yield from _stages(cfg)
     rows = batch.global_size // batch.accumulate
-    pair = 2 if cfg.objective.name == "dpo" else 1  # a pair of rows stays on one device
-    if rows % (pair * mesh.row_shards):
+    step = batch_step(cfg)
+    if rows % (step // batch.accumulate):
         over = " x ".join(
             [f"mesh.{axis}={getattr(mesh, axis)}" for axis in BATCH_AXES if axis != "expert" or mesh.expert > 1]
-            + ["2 rows per pair"] * (pair - 1)
+            + ["2 rows per pair"] * (cfg.objective.name == "dpo")
         )
-        step = batch.accumulate * pair * mesh.row_shards
         near = nearest_numbers(batch.global_size, range(step, batch.global_size + step + 1, step))
         given = f"batch.global_size={batch.global_size} with batch.accumulate={batch.accumulate}"
         yield f"{given} has {rows} rows per micro-batch, not a multiple of {over}; use batch.global_size={near}"

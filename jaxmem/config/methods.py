@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
 
-from jaxmem.config.adapter import LOW_RANK
+from jaxmem.config.adapter import LOW_RANK, Adapter
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hub import is_gguf, is_id, local_directory
 from jaxmem.config.load import config_of, load_config, read_config
@@ -214,6 +214,19 @@ def _apply(name: str, raw: JsonDict) -> None:
         if isinstance(old, dict):  # otherwise the check of the config refuses it
             remaining = {key: value for key, value in old.items() if key not in _REPLACED.get(section, ())}
             raw[section] = {**remaining, **new}
+
+
+def without_replaced(method: str, words: Sequence[str]) -> list[str]:
+    """The words of a command without the settings that a method replaces.
+
+    >>> without_replaced("full-8bit", ["a.yaml", "optimizer.name=adamw", "optimizer.learning_rate=1e-3"])
+    ['a.yaml', 'optimizer.learning_rate=1e-3']
+    """
+    settings = METHODS[method].settings
+    keys = {f"{section}.{key}" for section in settings for key in (*_REPLACED.get(section, ()), *settings[section])}
+    if "adapter" not in settings:
+        keys |= {f"adapter.{key}" for key in Adapter.model_fields}
+    return [word for word in words if word.partition("=")[0] not in keys]
 
 
 def user_objects(parts: Parts) -> UserObjects:

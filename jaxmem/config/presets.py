@@ -21,7 +21,9 @@ _SUFFIXES = re.compile(r"(?:^|[-_])(?:meta|base|instruct|chat|it|hf|v0\.1)(?=[-_
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[-_.]", "", _SUFFIXES.sub("", name.lower()))
+    """The name with separators only between digits: qwen2-57b is not qwen2.5-7b."""
+    joined = re.sub(r"(?<!\d)[-_.]|[-_.](?!\d)", "", _SUFFIXES.sub("", name.lower()))
+    return re.sub(r"[_.]", "-", joined)
 
 
 _BY_PLAIN_NAME = {_plain(name): name for name in PRESETS}
@@ -31,8 +33,8 @@ _BY_PLAIN_NAME |= {_plain(name): preset for name, preset in _TABLE["aliases"].it
 def preset_of(name: str) -> str | None:
     """The preset of a name, which may have the spelling of the Hugging Face Hub; None: it names no preset.
 
-    >>> preset_of("Llama-3.1-8B-Instruct"), preset_of("Qwen3-VL-8B")
-    ('llama3.1-8b', None)
+    >>> preset_of("Llama-3.1-8B-Instruct"), preset_of("Qwen3-VL-8B"), preset_of("Qwen2-57B")
+    ('llama3.1-8b', None, None)
     """
     return name if name in PRESETS else _BY_PLAIN_NAME.get(_plain(name))
 

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxmem import hf
 from jaxmem.config import LOW_RANK, Decoder
 from jaxmem.config.hf_values import read_json
+from jaxmem.config.hub import is_gguf
 from jaxmem.errors import UserError
 from jaxmem.inference.load import HF_FOLDER, is_run, model_config, open_model
 
@@ -30,6 +31,12 @@ def export_model(
     """
     saved = model_config(run)
     _check_adapters(run, saved.adapter.kind, saved.model.family, adapter, merge)
+    if adapter and is_gguf(target):
+        raise UserError(f"export: --adapter writes a directory for PEFT, not {target}; use a directory, or --merge")
+    if adapter and dtype is not None:
+        raise UserError(
+            f"export: --adapter does not support --dtype {dtype}; adapters keep their dtype; remove --dtype"
+        )
     program, params = open_model(run)
     cfg = program.cfg
     base_files = Path(run, HF_FOLDER) if is_run(run) else Path(getattr(cfg.model, "hf", ""))
@@ -49,7 +56,7 @@ def export_model(
         is_plain = len(ranks) == 1 and not saved
         return f"{target}: an adapter for PEFT{'' if is_plain else note}"
     model = nnx.merge(program.model.graphdef, params)
-    if Path(target).suffix == ".gguf":
+    if is_gguf(target):
         length = read_json(base_files / "config.json").get("max_position_embeddings") if base_files.is_dir() else None
         length = length or cfg.data.sequence_length
         hf.save_gguf(

@@ -158,11 +158,12 @@ def _gpu_remedy(findings: JsonDict) -> str:
     supported = [cuda for cuda, least in DRIVER_NEEDED.items() if int(driver.split(".")[0]) >= least]
     if not supported:
         return f"NVIDIA driver {driver} is too old; install version {min(DRIVER_NEEDED.values())} or newer"
-    if not any(supported[0] in wheel for wheel in wheels):
+    installed = [cuda for cuda in supported if any(cuda in wheel for wheel in wheels)]
+    if not installed:
         return f"jax's CUDA plugin is missing; run pip install 'jaxmem[{supported[0]}]'"
     for wheel, its in wheels.items():
         if its != version:  # jax refuses another version
-            use = f"pip install 'jax[{supported[0]}-local]=={version}'"
+            use = f"pip install 'jax[{installed[0]}-local]=={version}'"
             return f"{wheel} {its} and jax {version} must have the same version; run {use}"
     return findings["devices_error"] or "jax finds no GPU; unset JAX_PLATFORMS, or check its value"
 

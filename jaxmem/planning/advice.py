@@ -26,7 +26,7 @@ from jaxmem.planning.communication import collective
 from jaxmem.planning.estimated import estimated
 from jaxmem.planning.hlo import dot_flops, recomputed_values, total_flops
 from jaxmem.planning.result import Plan, PlanWarning, state_bytes
-from jaxmem.planning.targets import Target, usable_memory
+from jaxmem.planning.targets import Target
 from jaxmem.planning.units import format_bytes
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding.table import is_axes
@@ -312,12 +312,12 @@ def _sequence_length(plan: Plan) -> Iterator[PlanWarning]:
 
 
 def _slow_settings(plan: Plan) -> Iterator[PlanWarning]:
-    return slow_settings(plan.program.cfg, plan.target)
+    return slow_settings(plan.program.cfg, plan.target, plan.limit)
 
 
-def slow_settings(cfg: Config, target: Target, keys: Iterable[str] = FASTER) -> Iterator[PlanWarning]:
-    """Settings that make a step much longer than their neighbour, which fits too, by the estimate of both. `keys`: of
-    FASTER."""
+def slow_settings(cfg: Config, target: Target, limit: int, keys: Iterable[str] = FASTER) -> Iterator[PlanWarning]:
+    """Settings that make a step much longer than their neighbour, which fits too, by the estimate of both. `limit`:
+    bytes per device; `keys`: of FASTER."""
     if target.gpu is None:
         return
     used = estimated(cfg, target)
@@ -331,7 +331,7 @@ def slow_settings(cfg: Config, target: Target, keys: Iterable[str] = FASTER) -> 
             other = estimated(faster, target)
         except UserError:  # a kernel that the config names does not support it
             continue
-        if other.total > usable_memory(target, faster.memory):
+        if other.total > limit:
             continue
         if used.seconds and other.seconds and used.seconds > MIN_SLOWDOWN * other.seconds:
             text = (

@@ -181,6 +181,7 @@ class Plan(Printed):
         return {
             **self.step_as_json(),
             "phases": self.phases,
+            "peak_host_bytes_per_device": self.host_bytes,
             "fits": self.fits,
             "warnings": [asdict(warning) for warning in self.warnings],
             "seconds": self.seconds,
@@ -230,6 +231,7 @@ class Plan(Printed):
             "flops_per_device": timeline.flops,
             "ideal_flops_per_device": self.ideal_flops_per_device,
             "estimated_step_seconds": self.estimated_step_seconds,
+            "roofline_step_seconds": timeline.roofline if target.gpu else None,
             "bound_by": timeline.bound if target.gpu else None,
         }
 

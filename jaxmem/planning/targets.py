@@ -7,6 +7,7 @@ GPU of the table that has the other fields.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -250,12 +251,14 @@ def _from_file(path: Path) -> Gpu:
             raise UserError(f"target {path}: like={as_yaml(like)} is unknown{nearest(like, GPUS)}")
         spec = dataclasses.asdict(GPUS[like]) | {"name": path.stem}
     spec |= given
-    fields = {field.name: field.type for field in dataclasses.fields(Gpu)}
+    fields: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Gpu)}
     for key, value in spec.items():
         if key not in fields:
             raise UserError(f"target {path}: unknown field {key}{nearest(str(key), fields)}")
-        if fields[key] in ("int", "float", int, float) and not (isinstance(value, int | float) and value > 0):
-            raise UserError(f"target {path}: {key} must be a number above 0, not {as_yaml(value)}")
+        kinds = int | float if fields[key] is float else fields[key]
+        if kinds is not str and (isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf):
+            kind = "a whole number" if kinds is int else "a number"
+            raise UserError(f"target {path}: {key} must be {kind} above 0, not {as_yaml(value)}")
     if missing := [key for key in fields if key not in spec]:
         raise UserError(f"target {path}: missing {', '.join(missing)}; docs/plan.md has an example")
     capability = spec["compute_capability"] = str(spec["compute_capability"])

@@ -43,7 +43,7 @@ class Candidate:
     """A config of a search. Its bytes and seconds are estimated, corrected by other results, or compiled."""
 
     cfg: Config  # with its mesh resolved
-    given: Config  # the config that the search started from
+    given: Config  # the config that the user wrote
     settings: Change  # dotted key -> value, for all settings that differ between candidates
     distance: int  # number of settings that differ from the given config
     estimate: Estimate
@@ -81,10 +81,10 @@ class Candidate:
         size = int(self.total)
         return {"config": dict(self.changes), "total": size, "estimated_step_seconds": self.seconds, "fits": fits}
 
-    def slow_settings(self, target: Target) -> list[PlanWarning]:
+    def slow_settings(self, target: Target, limit: int) -> list[PlanWarning]:
         """Settings that the search did not change, each with a value for which a step is much shorter."""
         keys = [key for key in FASTER if key not in self.settings]
-        return list(slow_settings(self.cfg, target, keys))
+        return list(slow_settings(self.cfg, target, limit, keys))
 
     @property
     def is_pending(self) -> bool:
@@ -139,21 +139,27 @@ class Space:
     only."""
 
     def __init__(
-        self, cfg: Config, target: Target, knobs: Sequence[Knob], is_over: Callable[[], bool] = lambda: False
+        self,
+        cfg: Config,
+        target: Target,
+        knobs: Sequence[Knob],
+        is_over: Callable[[], bool] = lambda: False,
+        original: Config | None = None,
     ) -> None:
-        """`is_over`: when it returns true, no further config is estimated."""
+        """`is_over`: when it returns true, no further config is estimated. `original`: the config as the user wrote it,
+        if it differs: its `memory.remat` may be auto."""
         self._cfg = cfg
         self._target = target
         self._is_over = is_over
-        given = resolve(cfg, target.count)[0]
-        listed = [(knob, _with_given(given, list(knob.choices(cfg, target)))) for knob in knobs]
+        start = resolve(cfg, target.count)[0]
+        listed = [(knob, _with_given(start, list(knob.choices(cfg, target)))) for knob in knobs]
         self._choices = [choices for knob, choices in listed if choices and knob.allow != KERNELS]
         self._kernels = [choices for knob, choices in listed if choices and knob.allow == KERNELS]
         every = itertools.chain(*self._choices, *self._kernels)
         self._keys = sorted({key for choice in every for key in choice})
         self.is_sampled = math.prod(map(len, self._choices)) > MAX_SIZE
         self._seen: set[Config] = set()
-        self._given = given
+        self._given = resolve(original or cfg, target.count)[0]
 
     def start(self) -> list[Candidate]:
         """The config itself if the target supports it, then all others, or a sample of them."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxmem.config import Config
+from jaxmem.config import Config, Decoder
 from jaxmem.config.methods import METHODS, RunSource
 from jaxmem.errors import one_line
 from jaxmem.machine.console import Printed
@@ -26,7 +26,7 @@ from jaxmem.planning.accuracy import published_range
 from jaxmem.planning.budget import resolve_remat
 from jaxmem.planning.targets import Target
 from jaxmem.planning.units import format_bytes, format_command, format_seconds, last_overrides
-from jaxmem.search.candidates import Candidate, overrides
+from jaxmem.search.candidates import Candidate
 from jaxmem.search.compilers import CompilerPool
 from jaxmem.search.fastest import ESTIMATE_ERROR, Progress, Search, Trials, save_best, target_json
 from jaxmem.search.knobs import MEMORY_KNOBS
@@ -43,10 +43,11 @@ OFFLOAD = "memory.offload"
 class MethodSearch:
     """A search of the fastest config of a method: configs that do not offload first, then those that do."""
 
-    def __init__(self, cfg: Config, compilers: CompilerPool, progress: Progress) -> None:
+    def __init__(self, original: Config, compilers: CompilerPool, progress: Progress) -> None:
         device_knobs = [knob for knob in MEMORY_KNOBS if knob.allow != "offload"]
-        self._on_device = Search(cfg, device_knobs, compilers, progress)
-        self._offloading = Search(cfg, MEMORY_KNOBS, compilers, progress)
+        cfg, _ = resolve_remat(original, compilers.target, compilers.reserve_gib, compiles=False)
+        self._on_device = Search(cfg, original, device_knobs, compilers, progress)
+        self._offloading = Search(cfg, original, MEMORY_KNOBS, compilers, progress)
         trials = self._offloading.trials
         trials.all = [candidate for candidate in trials.all if OFFLOAD in candidate.changes]
 
@@ -138,10 +139,7 @@ class Comparison(Printed):
     def plan_command(self, result: MethodResult) -> str:
         """The command that plans the config of a method."""
         assert result.candidate
-        changes = result.candidate.changes
-        if self.given.memory.remat == "auto":  # the plan would choose by compiling
-            changes = {**changes, "memory.remat": result.candidate.cfg.memory.model_dump(mode="json")["remat"]}
-        words = (*self.command, "--method", result.name, *overrides(changes), "--target", self.target.name)
+        words = (*self.command, "--method", result.name, *result.candidate.overrides, "--target", self.target.name)
         return format_command(["jaxmem", "plan", *last_overrides(words)])
 
     def as_json(self) -> JsonDict:
@@ -153,9 +151,11 @@ class Comparison(Printed):
         }
 
     def tokens_per_second(self, candidate: Candidate) -> float | None:
-        """Tokens per second of all devices, from the estimated time; None if it is unknown."""
-        tokens = self.given.batch.global_size * self.given.data.sequence_length
-        return tokens / candidate.seconds if candidate.seconds else None
+        """Tokens per second of all devices, from the estimated time; None if it is unknown, or the model has no
+        tokens."""
+        if not candidate.seconds or not isinstance(self.given.model, Decoder):
+            return None
+        return self.given.batch.global_size * self.given.data.sequence_length / candidate.seconds
 
     def _json(self, result: MethodResult) -> JsonDict:
         method = METHODS[result.name]
@@ -164,7 +164,7 @@ class Comparison(Printed):
             return entry | {"fits": False, "error": result.reason}
         entry |= {} if result.fits else {"why": result.reason}
         entry |= {"compiled": result.candidate.cost is not None, "command": self.plan_command(result).strip()}
-        entry["slow_settings"] = [slow.text for slow in result.candidate.slow_settings(self.target)]
+        entry["slow_settings"] = [slow.text for slow in result.candidate.slow_settings(self.target, self.limit)]
         entry["tokens_per_second"] = self.tokens_per_second(result.candidate)
         return entry | result.candidate.as_json(fits=result.fits)
 
@@ -182,7 +182,8 @@ class Comparison(Printed):
         from rich.text import Text
 
         cfg = self.given
-        size = f"{cfg.batch.global_size} x {cfg.data.sequence_length:,} tokens per step"
+        length = f"x {cfg.data.sequence_length:,} tokens" if isinstance(cfg.model, Decoder) else "examples"
+        size = f"{cfg.batch.global_size} {length} per step"
         head = f"{cfg.name} on {self.target.name}: {format_bytes(self.limit)} per device, {size}"
         yield Text(head, style="bold")
         table = Table(box=SIMPLE_HEAD)
@@ -210,12 +211,12 @@ class Comparison(Printed):
                 yield Text.assemble((method_result.name, "bold"), f": {method.summary}; {method.mathematics}")
                 yield Text(self.plan_command(method_result), no_wrap=True, overflow="ignore")
                 candidate = method_result.candidate
-                for slow in candidate.slow_settings(self.target) if candidate else ():
+                for slow in candidate.slow_settings(self.target, self.limit) if candidate else ():
                     yield Text(f"{slow.kind}: {slow.text}; try {slow.cure}")
         compared = published_range(self.target)
         times = f"All times are estimates ({compared} than planned)" if compared else "All times are estimates"
         yield Text(f"~ not compiled. {times}. The comparison took {self.seconds:.0f} s")
-        if self.target.gpu and not self.target.here:
+        if self.target.gpu and self.target.withheld is None:
             host = format_bytes(self.target.host_memory)
             yield Text(f"Host memory is assumed: {host} per GPU. To change it, see --target FILE in docs/plan.md")
         if self.best:
@@ -258,7 +259,7 @@ def compare(
     searched: dict[str, MethodSearch | str] = {}
     for name in methods or METHODS:
         try:
-            cfg, _ = resolve_remat(config(method=name), target, compilers.reserve_gib, compiles=False)
+            cfg = config(method=name)
             if cfg == current:
                 continue
             search = MethodSearch(cfg, compilers, functools.partial(_report, progress, name))

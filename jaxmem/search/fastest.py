@@ -97,10 +97,13 @@ def target_json(target: Target, limit: int) -> JsonDict:
 
 
 class Search:
-    """A search among all configs that differ from one config in the settings of some knobs."""
+    """A search among all configs that differ from one config in the settings of some knobs. `original`: the config as
+    the user wrote it; in `cfg` a policy is in place of `memory.remat: auto`."""
 
-    def __init__(self, cfg: Config, knobs: Sequence[Knob], compilers: CompilerPool, progress: Progress) -> None:
-        self._space = Space(cfg, compilers.target, knobs)
+    def __init__(
+        self, cfg: Config, original: Config, knobs: Sequence[Knob], compilers: CompilerPool, progress: Progress
+    ) -> None:
+        self._space = Space(cfg, compilers.target, knobs, original=original)
         self._compilers = compilers
         self._progress = progress
         limit = usable_memory(compilers.target, cfg.memory, compilers.reserve_gib)

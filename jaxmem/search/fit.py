@@ -61,7 +61,7 @@ class Fit(Printed):
     @cached_property
     def slow_settings(self) -> list[PlanWarning]:
         """Settings outside the search that make a step of the fastest config much longer."""
-        return self.best.slow_settings(self.target) if self.best else []
+        return self.best.slow_settings(self.target, self.trials.limit) if self.best else []
 
     @property
     def smallest(self) -> Candidate:
@@ -92,7 +92,8 @@ class Fit(Printed):
             return self.trials.shortage(candidate) + (f": {largest}" if candidate.total > self.trials.limit else "")
         if candidate in self.front:
             return f"fastest within {format_bytes(candidate.total)}"
-        assert self.best
+        if self.best is None:
+            return f"needs about {format_bytes(candidate.total)}; not compiled"
         return f"{about}{candidate.seconds / self.best.seconds:.2f} x the time of the fastest"
 
     def write(self, path: str | Path) -> None:
@@ -200,7 +201,7 @@ def fit(
             return compare(config, command, compilers, progress, methods=[check_method(name) for name in methods])
         if compares:
             return compare(config, command, compilers, progress)
-        cfg, _ = resolve_remat(config(), aim, reserve_gib, compiles=False)
+        cfg = config()
         words = DEFAULT_ALLOW if allow is None else allow
         most = DEFAULT_COMPILES if compiles is None else compiles
         result = search(cfg, words, compilers, compiles=most, progress=progress)
@@ -231,7 +232,8 @@ def search(
     target = compilers.target
     if compiles < 1:
         raise UserError(f"compiles={compiles} must be at least 1")
-    searched = Search(cfg, allowed(allow), compilers, progress)
+    start_cfg, _ = resolve_remat(cfg, target, compilers.reserve_gib, compiles=False)
+    searched = Search(start_cfg, cfg, allowed(allow), compilers, progress)
     progress(f"{len(searched.trials.all):,} configs estimated; compiling at most {compiles}")
     left = compiles - searched.compile(compiles - compiles // KERNEL_SHARE)
     searched.add_other_kernels()

@@ -6,13 +6,16 @@ largest value that is known to fit and the smallest value that is known not to f
 compiled.
 """
 
+import math
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxmem.config import Config, Decoder, load_config
-from jaxmem.config.devices import for_devices
+from jaxmem.config.combinations import value_of
+from jaxmem.config.devices import batch_step, for_devices, resolve, time_parts
 from jaxmem.errors import UserError, nearest
 from jaxmem.machine.console import Printed
 from jaxmem.planning.targets import Target, usable_memory
@@ -24,6 +27,7 @@ from jaxmem.search.knobs import allowed
 from jaxmem.typing import JsonDict
 
 UNITS = {"model.layers": 1, "data.sequence_length": 128, "batch.global_size": 1}  # the unit in which each key grows
+SEQUENCE = "data.sequence_length"
 BATCH = "batch.global_size"  # for this key, powers of two below the largest value are compiled too
 MAX_VALUE = 2**24  # layers, tokens or sequences at which the search ends
 BISECT_AFTER = 6  # after this number of compiled values the search bisects, since the estimates do not converge
@@ -104,7 +108,7 @@ class Largest(Printed):
         lines = [("  ".join(map(str.rjust, row[:-1], widths)) + f"  {row[-1]}").rstrip() for row in rows]
         best = f"{self.key}={self.best.value}" if self.best else "no value fits"
         if self.best and (changes := self.best.candidate.overrides):
-            best += f" with {' '.join(changes)}"
+            best += f" with {shlex.join(changes)}"
         head = f"{self.given.name} on {self.target.name}, {format_bytes(self.limit)} per device"
         lines += [self.refusal] if self.refusal else []
         return "\n".join([f"{head}: {self.compiled} compiled in {self.seconds:.0f} s", f"largest: {best}", *lines])
@@ -129,8 +133,6 @@ def maximize(
         reserve_gib: Memory of each GPU outside the compiled program.
     """
     aim = compile_target(target)
-    if cfg.memory.remat == "auto":  # the largest value leaves no memory for saved activations
-        cfg = cfg.replace(memory={"remat": "full"})
     with CompilerPool(aim, reserve_gib) as compilers:
         return search_largest(cfg, key, allow, compilers)
 
@@ -161,7 +163,10 @@ class _Search:
         self.trials = Trials(target, usable_memory(target, cfg.memory, compilers.reserve_gib))
         self._unit = UNITS[key]
         if key == BATCH:  # one sequence per micro-batch on each device that shards the batch
-            self._unit = cfg.batch.accumulate * for_devices(cfg, target.count).mesh.row_shards
+            self._unit = batch_step(for_devices(cfg, target.count))
+        elif key == SEQUENCE:
+            self._unit = math.lcm(self._unit, time_parts(resolve(cfg, target.count)[0].mesh))
+        self._given = max(1, (value_of(cfg, key) or 0) // self._unit)
         self._candidates: dict[int, Candidate | None] = {}
         self._ratio = 1.0  # compiled bytes / estimated bytes
         self.points: dict[int, Point] = {}
@@ -169,8 +174,13 @@ class _Search:
         self.refusal: str | None = None  # why the value after the largest is not valid
 
     def run(self) -> None:
-        """Compile values until `low` fits (0: an empty model) and `low + 1 == high` does not, or is not valid."""
-        low = 0
+        """Compile values until `low` fits (or is below the first valid value) and `low + 1 == high` does not, or is not
+        valid."""
+        # Fewer layers than pipeline stages, or than kinds of layers, are not valid.
+        least = next((units for units in range(1, self._given + 1) if self._candidate(units)), None)
+        if least is None:
+            raise UserError(self._refusals[1])
+        low = least - 1
         high: int | None = None
         while high is None or high - low > 1:
             guess = self._guess(low, high)
@@ -219,16 +229,16 @@ class _Search:
             reason: str | None = None
             valid: list[Candidate] = []
             try:
-                cfg = load_config(self._raw, [f"{self._key}={value}"])
-                all_candidates = Space(cfg, self._compilers.target, self._knobs).start()
+                original = load_config(self._raw, [f"{self._key}={value}"])
+                # The largest value leaves no memory for saved activations.
+                cfg = original.replace(memory={"remat": "full"}) if original.memory.remat == "auto" else original
+                all_candidates = Space(cfg, self._compilers.target, self._knobs, original=original).start()
                 valid = [candidate for candidate in all_candidates if candidate.refusal is None]
                 reason = all_candidates[0].refusal
             except UserError as error:
                 reason = str(error)
             if not valid:
                 self._refusals[units] = f"{self._key}={value} is not valid with this config: {reason}"
-                if units == 1:
-                    raise UserError(self._refusals[units])
             self._candidates[units] = min(valid, key=lambda candidate: candidate.estimate.total, default=None)
         return self._candidates[units]
 

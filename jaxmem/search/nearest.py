@@ -9,11 +9,12 @@ import itertools
 import shlex
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxmem.config import Config
-from jaxmem.config.methods import METHODS, run_config
+from jaxmem.config.devices import resolve
+from jaxmem.config.methods import METHODS, without_replaced
 from jaxmem.errors import UserError
 from jaxmem.planning.result import Plan
 from jaxmem.planning.targets import Target
@@ -31,16 +32,15 @@ MAX_SECONDS = 60.0  # duration of a search at most
 class Nearest:
     """A config that fits."""
 
-    overrides: list[str]
+    overrides: list[str]  # what differs from the config, or from that of the other method
     method: str | None  # another method of training; None: the method of the config
-    of_method: list[str]  # overrides in addition to --method
     total: float  # compiled bytes per device
     seconds: float | None  # estimated seconds of a step; None for CPUs
 
     def __str__(self) -> str:
         """One line with the bytes, the seconds and the settings that differ.
 
-        >>> str(Nearest(["memory.remat=full"], None, [], 2**30, 0.5))
+        >>> str(Nearest(["memory.remat=full"], None, 2**30, 0.5))
         '1.0 GiB, 500 ms per step: memory.remat=full'
         """
         step = "" if self.seconds is None else f", {format_seconds(self.seconds)} per step"
@@ -50,10 +50,9 @@ class Nearest:
     def command(self, plan: Sequence[str], method: str | None) -> str:
         """The command that plans this config. `plan`: the command of the plan that does not fit; `method`: its method
         if it was set."""
-        words = [*plan, "--method", self.method, *self.of_method] if self.method else [*plan, *self.overrides]
-        if method and not self.method:
-            words += ["--method", method]
-        return format_command(last_overrides(words))
+        words = without_replaced(self.method, plan) if self.method else plan
+        name = self.method or method
+        return format_command(last_overrides([*words, *(["--method", name] if name else []), *self.overrides]))
 
 
 class Limit:
@@ -70,12 +69,12 @@ class Limit:
         return self.left == 0
 
 
-def nearest_fitting(plan: Plan, limit: Limit) -> Iterator[Nearest]:
+def nearest_fitting(plan: Plan, config: Callable[[str | None], Config], limit: Limit) -> Iterator[Nearest]:
     """Up to MAX_SUGGESTIONS configs, each as soon as it is compiled: configs with the fewest changes first, other
     methods of training last. At the limit the search ends, also between two estimates and while a config is being
-    compiled."""
+    compiled. `config(method)`: the config of the plan as it was written, or that of another method."""
     count = 0
-    promising = itertools.islice(_fitting_by_estimate(plan, limit), MAX_COMPILES)
+    promising = itertools.islice(_fitting_by_estimate(plan, config, limit), MAX_COMPILES)
     with CompilerPool(_other_process(plan.target), plan.reserve_gib) as compilers:
         timer = threading.Timer(limit.left, compilers.kill)
         timer.daemon = True
@@ -92,9 +91,9 @@ def nearest_fitting(plan: Plan, limit: Limit) -> Iterator[Nearest]:
                     candidate, method = chosen[cfg]
                     candidate.cost, candidate.phases = answer
                     if count < MAX_SUGGESTIONS and _fits(plan, candidate):
-                        changes = overrides(difference(plan.program.cfg, cfg))
+                        given, _ = resolve(config(method), plan.target.count)  # its memory.remat may be auto
                         seconds = candidate.seconds if plan.target.gpu else None
-                        yield Nearest(changes, method, candidate.overrides, candidate.total, seconds)
+                        yield Nearest(overrides(difference(given, cfg)), method, candidate.total, seconds)
                         count += 1
                 if not chosen or count == MAX_SUGGESTIONS:
                     break
@@ -110,7 +109,9 @@ def _other_process(target: Target) -> Target:
     return dataclasses.replace(target, here=None)
 
 
-def _fitting_by_estimate(plan: Plan, limit: Limit) -> Iterator[tuple[Candidate, str | None]]:
+def _fitting_by_estimate(
+    plan: Plan, config: Callable[[str | None], Config], limit: Limit
+) -> Iterator[tuple[Candidate, str | None]]:
     """For each set of keys that may change, the fastest config that is estimated to fit; then the second fastest for
     each set, and so on; at the end the fastest config of each other method, with the name of the method. Changes of one
     key are estimated first, then changes of two, then all, since there may be thousands."""
@@ -130,12 +131,14 @@ def _fitting_by_estimate(plan: Plan, limit: Limit) -> Iterator[tuple[Candidate, 
         if limit.is_over():
             return
         try:
-            of_method = run_config(cfg, method=name)
+            if (of_method := config(name)) == config(None):
+                continue
+            of_method = of_method.replace(memory={"remat": cfg.memory.remat})  # what the plan chose for auto
             candidates = Space(of_method, plan.target, MEMORY_KNOBS, limit.is_over).start()
         except UserError:  # the method does not support this config
             continue
         fitting = [candidate for candidate in candidates if _fits(plan, candidate)]
-        if fitting and of_method != cfg:
+        if fitting:
             yield min(fitting, key=_seconds), name
 
 

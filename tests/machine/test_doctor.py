@@ -66,6 +66,10 @@ def test_the_screen_is_no_wider_than_the_terminal(findings: dict, width: int) ->
             {"cuda_wheels": {"jax-cuda13-plugin": "0.10.1"}},
             "same version; run pip install 'jax[cuda13-local]==0.10.2'",
         ),
+        (
+            {"cuda_wheels": {"jax-cuda12-plugin": "0.10.1"}},
+            "same version; run pip install 'jax[cuda12-local]==0.10.2'",
+        ),
         ({"devices_error": "RuntimeError: out of memory"}, "RuntimeError: out of memory"),
     ],
 )

@@ -61,7 +61,7 @@ def test_a_setting_that_makes_a_step_much_longer_and_its_neighbour() -> None:
     def warned(*overrides: str) -> list[PlanWarning]:
         cfg = load_config({"name": "x", "model": {"preset": "llama3.2-1b"}, "train": {"steps": 10}}, overrides)
         target = parse_target(f"a100-80gb:{cfg.mesh.stage}")
-        return found(advice._slow_settings, program=SimpleNamespace(cfg=cfg), target=target)
+        return found(advice._slow_settings, program=SimpleNamespace(cfg=cfg), target=target, limit=target.memory)
 
     assert not warned("memory.update=during", "memory.remat=full", "optimizer.clip_by=previous")
     assert not warned("memory.update=after", "memory.remat=full")
@@ -438,7 +438,19 @@ def test_a_neighbour_that_a_named_kernel_does_not_support_is_no_advice() -> None
     target = parse_target("h100-80gb")
     with pytest.raises(UserError, match="cudnn"):
         estimated(cfg.replace(batch={"accumulate": 1}), target)
-    assert all("batch.accumulate" not in warned.text for warned in advice.slow_settings(cfg, target))
+    assert all("batch.accumulate" not in warned.text for warned in advice.slow_settings(cfg, target, target.memory))
+
+
+def test_a_faster_setting_that_the_reserve_leaves_no_memory_for_is_no_advice() -> None:
+    cfg = load_config({"name": "x", "model": {"preset": "130m"}, "batch": {"global_size": 1}, "train": {"steps": 10}})
+    target = parse_target("h100-80gb")
+    slow = cfg.replace(memory={"offload": "optimizer", "remat": "full"})
+    total = estimated(cfg.replace(memory={"remat": "full"}), target).total
+    limits = (total, total - 1)
+    assert [[warned.cure for warned in advice.slow_settings(slow, target, limit)] for limit in limits] == [
+        ["memory.offload=none"],
+        [],
+    ]
 
 
 def test_a_config_json_of_the_current_directory_is_of_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from jaxmem.cli import main
 from jaxmem.config import Config, load_config
 from jaxmem.config.devices import for_devices
-from jaxmem.config.methods import METHODS, run_config
+from jaxmem.config.methods import METHODS, run_config, without_replaced
 from jaxmem.errors import UserError
 from jaxmem.planning.targets import Target
 from jaxmem.planning.units import format_bytes
@@ -180,6 +180,11 @@ def test_recompute_is_tried_before_offloading() -> None:
         assert row["tokens_per_second"] == pytest.approx(2 * 64 / lora.candidate.seconds)
 
 
+def written(cfg: Config) -> Callable[[str | None], Config]:
+    """A config, or that of another method, as `jaxmem plan` reads it."""
+    return lambda method: run_config(cfg, method=method)
+
+
 def planned(cfg: Config, memory: int, devices: int = 8) -> Any:
     """The parts of a plan that advice reads, with the estimate as compiled bytes."""
     target = with_memory(f"h100-80gb:{devices}", memory)
@@ -203,14 +208,14 @@ def test_the_nearest_configs_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nearest, "METHODS", {name: METHODS[name] for name in ("lora", "qlora")})
     cfg = config()
     total = planned(cfg, 1).compiled_step.total
-    near = list(nearest.nearest_fitting(planned(cfg, int(0.8 * total)), nearest.Limit(3600)))
+    near = list(nearest.nearest_fitting(planned(cfg, int(0.8 * total)), written(cfg), nearest.Limit(3600)))
     assert len(near) == nearest.MAX_SUGGESTIONS
     assert all(one.method is None and one.total <= 0.8 * total and one.seconds for one in near)
     wide = {**SMALL, "embed": 512, "mlp": 1024}  # its state is larger than its activations
     full = config(model=wide, data={"sequence_length": 16}, memory={"remat": "full", "update": "during"})
     every = candidates(full, with_memory("h100-80gb", 1), allowed(words))
     too_small = planned(full, int(0.9 * min(one.estimate.total for one in every)), 1)
-    others = list(nearest.nearest_fitting(too_small, nearest.Limit(3600)))
+    others = list(nearest.nearest_fitting(too_small, written(full), nearest.Limit(3600)))
     assert {one.method for one in others} - {None}, "no memory setting is enough: another method"
     for one in others:
         assert not {"memory.remat=full", "memory.update=during"} & set(one.overrides), "what the config has already"
@@ -219,8 +224,58 @@ def test_the_nearest_configs_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         method = typed[typed.index("--method") + 1]
         assert method == (one.method or "full")
         near = run_config(run_config(full, method=method) if one.method else full, settings)
-        assert for_devices(near, 1) == for_devices(run_config(full, one.overrides), 1)
-    assert list(nearest.nearest_fitting(planned(cfg, 1000), nearest.Limit())) == []
+        assert estimate_once(for_devices(near, 1), too_small.target).total == pytest.approx(one.total, rel=1e-6)
+    assert list(nearest.nearest_fitting(planned(cfg, 1000), written(cfg), nearest.Limit())) == []
+
+
+def test_another_method_replaces_what_the_user_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nearest, "CompilerPool", lambda target, _: FakeCompilers(target))
+    monkeypatch.setattr(nearest, "DEFAULT_ALLOW", ())
+    monkeypatch.setattr(nearest, "METHODS", {name: METHODS[name] for name in ("full-bf16", "full-8bit", "qlora")})
+    monkeypatch.setattr(nearest, "MEMORY_KNOBS", allowed(["batch"]))
+    given = ["adapter.kind=lora", "adapter.rank=4", "memory.remat=auto", "data.sequence_length=16"]
+    wide = {**MODEL, "model": {**SMALL, "embed": 256, "mlp": 1024}}
+
+    def written(method: str | None) -> Config:
+        return run_config(wide, without_replaced(method, given) if method else given, method=method)
+
+    plan = planned(written(None).replace(memory={"remat": "dots"}), 1 << 40, 1)
+    plan.compiled_step.total = plan.limit + 1
+    near = list(nearest.nearest_fitting(plan, written, nearest.Limit(3600)))
+    assert [one.method for one in near] == ["full-bf16", "full-8bit", "qlora"]
+    for one in near:
+        typed = shlex.split(one.command(["jaxmem", "plan", "a.yaml", *given], None))
+        settings = [word for word in typed if "=" in word]
+        found = for_devices(run_config(wide, settings, method=one.method), 1)
+        assert found.memory.remat == "dots", "the policy that the plan chose"
+        assert found.adapter.kind == ("qlora" if one.method == "qlora" else "none")
+        assert estimate_once(found, plan.target).total == one.total
+
+
+def test_a_config_that_was_not_compiled_has_a_reason() -> None:
+    cfg = config(data={"sequence_length": 512})
+    total = estimate_once(for_devices(cfg, 8), with_memory("h100-80gb:8", 0)).total
+    with FakeCompilers(with_memory("h100-80gb:8", total), lambda _: (1.02, 1.0)) as compilers:
+        result = search(cfg, ["remat"], compilers, compiles=1)
+    assert result.best is None
+    assert any(row["fits"] and row["why"].endswith("not compiled") for row in result.as_json()["candidates"])
+
+
+def test_changes_name_the_policy_in_place_of_auto() -> None:
+    with FakeCompilers(with_memory("h100-80gb:8", 1 << 40)) as compilers:
+        result = search(config(memory={"remat": "auto"}), ["update"], compilers, compiles=1)
+    assert result.best
+    assert "memory.remat" in result.best.changes
+
+
+def test_a_model_of_images_has_no_tokens() -> None:
+    vit = {"family": "vit", "layers": 2, "embed": 64, "mlp": 128, "heads": 4, "outputs": 10}
+    raw = {**MODEL, "model": vit, "data": {"source": "digits"}, "objective": {"name": "classify"}}
+    with FakeCompilers(with_memory("h100-80gb:2", 1 << 40)) as pool:
+        make = functools.partial(run_config, raw, **OPTIONS)
+        result = compare(make, (), pool, lambda _: None, methods=["full"])
+    assert result.as_json()["methods"][0]["tokens_per_second"] is None
+    assert "2 examples per step" in str(result)
 
 
 @pytest.mark.exhaustive
@@ -244,13 +299,13 @@ def test_a_search_ends_while_a_config_is_being_compiled(monkeypatch: pytest.Monk
     monkeypatch.setattr(nearest, "METHODS", {})
     cfg = config()
     too_large = planned(cfg, int(0.8 * planned(cfg, 1).compiled_step.total))
-    assert list(nearest.nearest_fitting(too_large, nearest.Limit(0.2))) == []
+    assert list(nearest.nearest_fitting(too_large, written(cfg), nearest.Limit(0.2))) == []
     assert pools[0].killed.is_set()
 
 
 @pytest.mark.exhaustive
 def test_a_suggested_command_replaces_what_the_user_gave() -> None:
-    near = nearest.Nearest(["memory.remat=full", "mesh.fsdp=4"], None, [], 1, None)
+    near = nearest.Nearest(["memory.remat=full", "mesh.fsdp=4"], None, 1, None)
     command = near.command(["jaxmem", "plan", "a.yaml", "memory.remat=none", "zero=1", "mesh.fsdp=2"], None)
     assert command.split() == ["jaxmem", "plan", "a.yaml", "zero=1", "memory.remat=full", "mesh.fsdp=4"]
     given = ("small.yaml", "memory.remat=sqrt")
@@ -278,7 +333,7 @@ def test_estimates_end_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("jaxmem.search.candidates.estimated", counted)
     monkeypatch.setattr(nearest, "CompilerPool", lambda target, _: FakeCompilers(target))
-    list(nearest.nearest_fitting(planned(config(), 1000), Ending()))
+    list(nearest.nearest_fitting(planned(config(), 1000), written(config()), Ending()))
     assert 10 <= len(estimates) < 20
 
 

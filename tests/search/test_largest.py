@@ -14,7 +14,10 @@ from jaxmem.planning.targets import Target
 from jaxmem.search import largest
 from jaxmem.search.largest import UNITS, search_largest
 
-from .conftest import FakeCompilers, config, estimate_once, with_memory
+from .conftest import SMALL, FakeCompilers, config, estimate_once, with_memory
+
+PAIRS = {"source": "preference", "path": "pairs.jsonl", "sequence_length": 64, "packing": False}
+HEADS = {**SMALL, "embed": 96, "heads": 6, "kv_heads": 3, "mlp": 192, "vocab": 513}
 
 
 @pytest.mark.exhaustive
@@ -91,6 +94,37 @@ def test_memory_of_other_phases_limits_the_largest_value() -> None:
     assert found.best.value == 16
 
 
+@pytest.mark.parametrize(
+    ("key", "sections", "devices", "values"),
+    [
+        ("model.layers", {"mesh": {"fsdp": -1, "stage": 2}}, 2, [6, 7]),
+        ("model.layers", {"model": {"preset": "gemma3-1b", "vocab": 512}}, 1, [7, 8]),
+        ("batch.global_size", {"objective": {"name": "dpo"}, "data": PAIRS, "batch": {"global_size": 2}}, 1, [4, 6]),
+        ("data.sequence_length", {"mesh": {"fsdp": 1, "tensor": 3}, "model": HEADS}, 3, [768, 1152]),
+    ],
+    ids=["stages", "kinds of layers", "pairs", "three parts of a sequence"],
+)
+def test_values_that_are_not_valid(key: str, sections: dict[str, Any], devices: int, values: list[int]) -> None:
+    """Below the first valid value, and between two, no value is valid."""
+    cfg = config(**{**sections, "memory": {"remat": "full"}})
+    name = f"h100-80gb:{devices}"
+    with FakeCompilers(with_memory(name, 1 << 40)) as compilers:
+        largest_cfg = load_config(cfg.model_dump(mode="json"), [f"{key}={values[0]}"])
+        needs = compilers.truth(for_devices(largest_cfg, devices)).total
+    with FakeCompilers(with_memory(name, needs)) as compilers:
+        found = search_largest(cfg, key, [], compilers)
+    assert found.best is not None
+    assert found.beyond is not None
+    assert [found.best.value, found.beyond.value] == values
+
+
+def test_the_policy_in_place_of_auto_is_printed() -> None:
+    with FakeCompilers(with_memory("h100-80gb:8", 1000)) as compilers:
+        found = search_largest(config(memory={"remat": "auto"}), "model.layers", [], compilers)
+    assert found.beyond is not None
+    assert found.beyond.candidate.overrides[-1] == "memory.remat=full"
+
+
 def test_where_not_even_one_fits() -> None:
     with FakeCompilers(with_memory("h100-80gb:8", 1000)) as compilers:
         found = search_largest(config(), "model.layers", [], compilers)
@@ -147,4 +181,4 @@ def test_a_config_that_a_kernel_does_not_support_is_not_the_smallest(monkeypatch
         assert candidate is not None
         assert candidate.refusal is None
         with pytest.raises(UserError, match=r"model\.layers=1 is not valid .* the kernel does not support it"):
-            largest._Search(config(memory={"remat": "full"}), "model.layers", [], compilers)._candidate(1)
+            largest._Search(config(memory={"remat": "full"}), "model.layers", [], compilers).run()

@@ -12,7 +12,8 @@ from jaxmem.config.base import setting
 from jaxmem.config.networks import FAMILIES, Mlp
 from jaxmem.config.optimizers import OPTIMIZERS, AdamWSettings, Entry
 from jaxmem.config.user import UserObjects
-from jaxmem.inference.export import _check_adapters
+from jaxmem.errors import UserError
+from jaxmem.inference.export import _check_adapters, export_model
 from jaxmem.training.lines import data_line, last_line
 
 MODEL = {"vocab": 257, "layers": 2, "embed": 16, "mlp": 32, "heads": 2, "kv_heads": 2, "head_dim": 8}
@@ -30,6 +31,18 @@ def test_the_commands_after_a_run_work(kind: str) -> None:
     assert exports
     for line in exports:
         _check_adapters("runs/a", cfg.adapter.kind, cfg.model.family, "--adapter" in line, "--merge" in line)
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "said"),
+    [("a.gguf", None, "not a.gguf; use a directory"), ("a", "float16", "does not support --dtype float16")],
+)
+def test_an_adapter_is_exported_as_it_is_stored(
+    target: str, dtype: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxmem.inference.export.model_config", lambda _: config(adapter={"kind": "lora"}))
+    with pytest.raises(UserError, match=said):
+        export_model("runs/a", target, dtype, adapter=True)
 
 
 def test_no_command_is_proposed_for_what_only_a_script_has(monkeypatch: pytest.MonkeyPatch) -> None:

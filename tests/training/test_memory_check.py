@@ -111,6 +111,7 @@ def test_a_host_that_overflows_does_not_fit(plan: Plan) -> None:
     for host, fits in ((plan.host_bytes, True), (plan.host_bytes - 1, False)):
         assert dataclasses.replace(plan, target=dataclasses.replace(plan.target, host_memory=host)).fits is fits
     short = dataclasses.replace(plan, target=dataclasses.replace(plan.target, host_memory=plan.host_bytes // 2))
+    assert short.as_json()["peak_host_bytes_per_device"] > short.as_json()["target"]["host_memory_bytes"]
     needed = re.escape(f"{format_bytes(plan.host_bytes)} of host memory per device")
     with pytest.raises(DoesNotFitError, match=needed):
         check_fits(short)
