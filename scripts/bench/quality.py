@@ -68,7 +68,7 @@ MAIN = {
     "adamw-bfloat16": Method(_BFLOAT16, FULL),
     "adamw8bit": Method(f"{_BFLOAT16} optimizer.name=adamw8bit", FULL),
     "int8-apollo-mini": Method(
-        "precision.parameters=int8 optimizer.name=apollo_mini optimizer.project_embeddings=true", PROJECTED
+        "precision.parameters=int8 optimizer.name=apollo_mini optimizer.project_embeddings=true", (3e-5, 1e-4, 3e-4)
     ),
     "qlora-16": Method("adapter.kind=qlora adapter.embeddings=bfloat16 adapter.alpha=16 adapter.rank=16", ADAPTER),
 }
