@@ -122,6 +122,14 @@ def test_evaluate(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.exhaustive
+def test_json_has_null_for_a_loss_that_is_not_finite(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("jaxmem.inference.evaluate.evaluate", lambda *_: {"loss": float("nan"), "perplexity": 2.0})
+    _, out, _ = jaxmem("evaluate", str(run), "--json", capsys=capsys)
+    assert json.loads(out) == {"loss": None, "perplexity": 2.0}
+
+
 def test_evaluate_on_the_whole_of_one_file(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "one file.txt"
     file.write_text("text 4 and nothing else")

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -120,7 +121,7 @@ def evaluate(
         if not is_first_process():
             return
         if as_json:
-            show(result)
+            show({name: value if math.isfinite(value) else None for name, value in result.items()})
         else:
             say("  ".join(f"{name} {value:.4g}" for name, value in result.items()))
 

@@ -192,6 +192,9 @@ def fit(
     for name, value in (("allow", allow), ("compiles", compiles)):
         if compares and value is not None:
             raise UserError(f"{name}={as_yaml(value)} supports a single method only; use method=NAME")
+    kinds = [override for override in options.get("overrides", ()) if override.startswith("adapter.kind=")]
+    if compares and kinds:  # each row would have the name of its method, and the figures of this kind
+        raise UserError(f"{kinds[-1]} supports a single method only; choose the method too, e.g. lora")
     if len(methods) > 1:
         options["method"] = None
     config = functools.partial(run_config, source, devices=aim.count, **options)

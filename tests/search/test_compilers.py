@@ -200,3 +200,5 @@ def test_a_comparison_of_methods_has_no_settings_of_one_method() -> None:
     for option in ({"allow": ["remat"]}, {"compiles": 3}):
         with pytest.raises(UserError, match=f"{next(iter(option))}=.* supports a single method only"):
             fit("tiny", "cpu:2", **option)
+    with pytest.raises(UserError, match=r"adapter\.kind=dora supports a single method only"):
+        fit("tiny", "cpu:2", overrides=["adapter.kind=dora"])
