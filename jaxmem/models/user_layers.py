@@ -25,7 +25,7 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from jaxmem.errors import UserError, one_of
-from jaxmem.models.layers import split_keys
+from jaxmem.models.layers import fold_keys, split_keys
 from jaxmem.sharding.gathering import gather
 from jaxmem.sharding.host import fetch_from_host
 from jaxmem.sharding.table import Axes
@@ -50,6 +50,7 @@ def stack_lists(network: Any, patterns: Sequence[str]) -> dict[Path, int]:
         blocks = list(_at(network, path))
         counts[tuple(map(str, path))] = len(blocks)
         setattr(_at(network, path[:-1]), str(path[-1]), _stacked(dotted_name(path), blocks))
+        _refuse_shared(dotted_name(path), blocks, network)
     return counts
 
 
@@ -150,8 +151,6 @@ class Blocks(Sequence[Any]):
         self.stack = stack
         self.block = block
         self._keys = keys
-        self._arguments: Any = None
-        self._output: Any = None
 
     def __len__(self) -> int:
         return self.stack.count
@@ -161,19 +160,21 @@ class Blocks(Sequence[Any]):
 
     def call(self, index: int, x: Tree, arguments: Tree) -> Tree:
         if index == 0:
-            self._arguments = arguments
-            self._output = self.stack(self.block, x, arguments, self._keys)
+            result = self.stack(self.block, x, arguments, self._keys)
+            (self._keys,) = fold_keys(self._keys, 1)  # another call of the list has other dropout masks
         elif not isinstance(x, _Output) or x.blocks is not self or x.index != index - 1:
             raise UserError(
                 f"layers={self.stack.name}: block {index} does not receive the output of block {index - 1}; use a "
                 f"loop `for block in self.{self.stack.name}: x = block(x)`, or remove the argument layers"
             )
-        elif not _is_same(arguments, self._arguments):
+        elif not _is_same(arguments, x.arguments):
             raise UserError(
                 f"layers={self.stack.name}: block {index} is called with other arguments than block 0; use the same "
                 "arguments for all blocks, or remove the argument layers"
             )
-        return self._output if index == len(self) - 1 else _Output(self, index)
+        else:
+            result = x.result
+        return result if index == len(self) - 1 else _Output(self, index, arguments, result)
 
 
 def _refuse_state(blocks: Blocks) -> Any:
@@ -198,7 +199,7 @@ class _Block:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._blocks.block, name)
-        if isinstance(value, nnx.Variable | nnx.Pytree):
+        if isinstance(value, nnx.Variable | nnx.Pytree) or getattr(value, "__self__", None) is self._blocks.block:
             raise UserError(
                 f"layers={self._blocks.stack.name}: the model uses {name} of a block, but all blocks are computed "
                 "together; call the blocks, or remove the argument layers"
@@ -207,11 +208,14 @@ class _Block:
 
 
 class _Output:
-    """The output of a block that is not the last one. It exists only inside of the computation of all blocks."""
+    """The output of a block that is not the last one. It exists only inside of the computation of all blocks, whose
+    result it has."""
 
-    def __init__(self, blocks: Blocks, index: int) -> None:
+    def __init__(self, blocks: Blocks, index: int, arguments: Tree, result: Tree) -> None:
         self.blocks = blocks
         self.index = index
+        self.arguments = arguments
+        self.result = result
 
     def _refuse(self, *_: Any) -> Any:
         name = self.blocks.stack.name
@@ -234,6 +238,21 @@ def _stacked(name: str, blocks: list[Any]) -> Tree:
     graphdef, _ = nnx.split(blocks[0])
     states = [nnx.to_pure_dict(nnx.state(block)) for block in blocks]
     return nnx.merge(graphdef, jax.tree.map(lambda *layers: jnp.stack(layers), *states))
+
+
+def _refuse_shared(name: str, blocks: list[Any], network: Any) -> None:
+    """Refuses blocks whose weights other parts of the network have too: a stack has copies of them."""
+    variables = {id(node) for block in blocks for _, node in nnx.iter_graph(block) if _is_stacked(node)}
+    for path, node in nnx.iter_graph(network):
+        if id(node) in variables:
+            raise UserError(
+                f"layers={name}: {dotted_name(path)} is also a weight of a block; layers requires equal blocks with "
+                "their own weights"
+            )
+
+
+def _is_stacked(node: Any) -> bool:
+    return isinstance(node, nnx.Variable) and not isinstance(node, nnx.RngState)
 
 
 def _difference(a: Tree, b: Tree) -> str | None:
