@@ -71,8 +71,14 @@ def new_randomness(states: Tree, dims: int = 0) -> Tree:
     )
 
 
-def flat_state(state: Tree) -> dict[Path, nnx.Variable]:
+def flat_state(state: Tree) -> dict[Path, Any]:
+    """The variables of a state, and the arrays that are plain attributes of a module, such as tables of positions."""
     return {tuple(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+
+
+def value_of(variable: Tree) -> Any:
+    """The value of a variable; an array or its shape in a state as it is."""
+    return variable.get_value() if isinstance(variable, nnx.Variable) else variable
 
 
 def numbered(arrays: Mapping[Path, Any]) -> dict[tuple[str | int, ...], Any]:
@@ -89,7 +95,7 @@ class Stack:
     module: Any
     weights: Mapping[Path, Any]  # weights as they are stored
     axes: Mapping[Path, Axes]
-    state: Mapping[Path, nnx.Variable]  # what the forward pass changes
+    state: Mapping[Path, Any]  # variables that the forward pass changes, and arrays
     options: StackOptions
     dtype: DTypeLike
 
@@ -126,14 +132,15 @@ class Stack:
                     "dtype of its first argument"
                 )
             after = flat_state(nnx.state(block))
-            return y, {path: after[path].get_value() for path in state}
+            return y, {path: value_of(after[path]) for path in state}
 
-        state = {path: variable.get_value() for path, variable in self.state.items()}
+        state = {path: value_of(variable) for path, variable in self.state.items()}
         inputs = (None if keys is None else split_keys(keys, self.count), state)
         weights = unflatten_dict(dict(self.weights))
         y, after = apply_call(StackCall(run, weights, x, inputs, arrays, self.options))
         for path, value in (after or {}).items():
-            self.state[path].set_value(value)
+            if isinstance(self.state[path], nnx.Variable):
+                self.state[path].set_value(value)
         return y
 
 

@@ -13,6 +13,7 @@ from jaxmem.config import load_config
 from jaxmem.config.methods import config_with
 from jaxmem.config.user import UserObjects
 from jaxmem.errors import UserError
+from jaxmem.estimate.passes import passes_of
 from jaxmem.inference.evaluate import Evaluator
 from jaxmem.models.linear import Linear
 from jaxmem.stack.apply import apply_call, stack_call, stacked
@@ -91,6 +92,26 @@ class ByMethod(EncoderDecoder):
         for block in self.encoder:
             x = block.scaled(x)
         return self.out(x)
+
+
+class WithArrays(nnx.Module):
+    """Integers that are not trained, and parts with the names of adapters."""
+
+    def __init__(self, rngs):
+        self.prompt, self.lora = nnx.Linear(4, EMBED, rngs=rngs), nnx.Linear(EMBED, 3, rngs=rngs)
+        self.order, self.table = nnx.Variable(jnp.arange(EMBED)[::-1]), nnx.data(jnp.arange(300, 300 + TIME))
+        self.positions = nnx.Embed(400, EMBED, rngs=rngs)
+
+    def __call__(self, inputs):
+        return self.lora(self.prompt(inputs)[..., self.order[...]] + self.positions(self.table))
+
+
+class Complex(nnx.Module):
+    def __init__(self, rngs):
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), (4, 3), jnp.complex64))
+
+    def __call__(self, inputs):
+        return jnp.abs(inputs @ self.weight[...])
 
 
 class DropoutBlock(Block):
@@ -258,6 +279,16 @@ def test_dropout_differs_between_two_passes_through_a_list():
     assert metrics["difference"] > 0.1
 
 
+def test_arrays_of_a_model_that_are_no_parameters_stay_as_they_are():
+    parts = {"model": WithArrays}
+    params, metrics = after_an_update(parts, "after", remat="none")
+    module = WithArrays(nnx.Rngs(jax.random.key(0)))
+    assert metrics["loss"] == pytest.approx(float(squares(module, BATCH)), rel=1e-5)
+    for name in ("order", "table"):
+        np.testing.assert_array_equal(params[name], getattr(module, name)[...])
+    assert passes_of(built(parts, "after", remat="none").cfg, "cpu").matmuls
+
+
 def test_a_list_of_a_single_block_is_a_stack():
     single = {**FLAX, "model": lambda rngs: EncoderDecoder(rngs, layers=1)}
     assert built(single).spec.model.flax_model.stacks == {("encoder",): 1, ("decoder",): 1}
@@ -276,6 +307,7 @@ def test_a_list_of_a_single_block_is_a_stack():
         ({"network": OfLayers, "loss": with_metric_of_outputs}, {}, "during.*second result of apply_call.*after"),
         ({**FLAX, "model": Shared}, {}, "layers=decoder: encoder.0.up.bias is also a weight of a block"),
         ({**FLAX, "model": ByMethod}, {}, "layers=encoder: the model uses scaled of a block"),
+        ({"model": Complex}, {"update": "after", "remat": "none"}, "parameter weight has dtype complex64"),
         (FLAX, {"accumulate": 2}, "during with objective.name=own.*batch.accumulate=2.*update=after"),
         ({**FLAX, "loss": with_state}, {"update": "after"}, "layers=decoder: .*nnx.state.*remove the argument layers"),
         ({**FLAX, "optimizer": optax.lars(1.0)}, {}, "during.*argument optimizer.*lars.*after.*optimizer.clip"),
@@ -286,7 +318,7 @@ def test_a_list_of_a_single_block_is_a_stack():
         ),
     ],
     ids=[
-        *("encoder", "positions", "scales", "twice", "loop", "penalty", "outputs", "metric", "shared", "method"),
+        *("encoder", "positions", "scales", "twice", "loop", "penalty", "outputs", "metric", "shared", "method", "complex"),
         *("micro-batches", "state"),
         *("optimizer", "optimizer on the host"),
     ],
