@@ -37,8 +37,8 @@ from jaxmem.typing import Tree
 
 
 def stack_lists(network: Any, patterns: Sequence[str]) -> dict[Path, int]:
-    """Replaces the lists of blocks whose names match by stacked blocks, in place. Returns the number of blocks of each,
-    by its path."""
+    """Replaces the lists of blocks whose names match by stacked blocks, in place; lists inside of the blocks of such a
+    list stay lists. Returns the number of blocks of each, by its path."""
     lists = {dotted_name(path): path for path, node in nnx.iter_graph(network) if _is_list_of_blocks(node)}
     paths = [path for name, path in lists.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]
     for pattern in patterns:
@@ -46,7 +46,7 @@ def stack_lists(network: Any, patterns: Sequence[str]) -> dict[Path, int]:
             known = one_of(sorted(lists)) if lists else "no list of blocks of one class (nnx.List or nnx.Sequential)"
             raise UserError(f"layers={pattern} matches no list of blocks; the model has {known}")
     counts = {}
-    for path in paths:
+    for path in [path for path in paths if not any(path[:depth] in paths for depth in range(len(path)))]:
         blocks = list(_at(network, path))
         counts[tuple(map(str, path))] = len(blocks)
         setattr(_at(network, path[:-1]), str(path[-1]), _stacked(dotted_name(path), blocks))
@@ -300,7 +300,8 @@ def _is_same(a: Tree, b: Tree) -> bool:
 
 
 def _is_list_of_blocks(node: Tree) -> bool:
-    return isinstance(node, nnx.List) and len({type(x) for x in node}) == 1 and callable(node[0])
+    is_list = isinstance(node, nnx.List) and len({type(x) for x in node}) == 1 and callable(node[0])
+    return is_list and bool(jax.tree.leaves(nnx.state(node, nnx.Param)))
 
 
 def _is_rngs(x: Tree) -> bool:

@@ -86,6 +86,22 @@ class Shared(EncoderDecoder):
             other.up = block.up
 
 
+class BlockOfBlocks(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks, self.dropouts = nnx.List([Block(rngs) for _ in range(2)]), nnx.List([nnx.Dropout(0.0)])
+
+    def __call__(self, x):
+        for part in (*self.blocks, *self.dropouts):
+            x = part(x)
+        return x
+
+
+class Nested(EncoderDecoder):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.encoder, self.dropouts = nnx.List([BlockOfBlocks(rngs) for _ in range(2)]), nnx.List([nnx.Dropout(0.0)])
+
+
 class ByMethod(EncoderDecoder):
     def __call__(self, inputs):
         x = self.start(inputs)
@@ -294,6 +310,11 @@ def test_a_list_of_a_single_block_is_a_stack():
     assert built(single).spec.model.flax_model.stacks == {("encoder",): 1, ("decoder",): 1}
 
 
+def test_a_list_in_the_blocks_of_a_list_is_no_stack():
+    nested = {**FLAX, "model": Nested, "layers": "encoder*"}
+    assert built(nested).spec.model.flax_model.stacks == {("encoder",): 2}
+
+
 @pytest.mark.parametrize(
     ("parts", "changes", "named"),
     [
@@ -308,6 +329,7 @@ def test_a_list_of_a_single_block_is_a_stack():
         ({**FLAX, "model": Shared}, {}, "layers=decoder: encoder.0.up.bias is also a weight of a block"),
         ({**FLAX, "model": ByMethod}, {}, "layers=encoder: the model uses scaled of a block"),
         ({"model": Complex}, {"update": "after", "remat": "none"}, "parameter weight has dtype complex64"),
+        ({**FLAX, "model": Nested, "layers": "dropouts"}, {}, "no list of blocks; the model has .*encoder"),
         (FLAX, {"accumulate": 2}, "during with objective.name=own.*batch.accumulate=2.*update=after"),
         ({**FLAX, "loss": with_state}, {"update": "after"}, "layers=decoder: .*nnx.state.*remove the argument layers"),
         ({**FLAX, "optimizer": optax.lars(1.0)}, {}, "during.*argument optimizer.*lars.*after.*optimizer.clip"),
@@ -318,7 +340,8 @@ def test_a_list_of_a_single_block_is_a_stack():
         ),
     ],
     ids=[
-        *("encoder", "positions", "scales", "twice", "loop", "penalty", "outputs", "metric", "shared", "method", "complex"),
+        *("encoder", "positions", "scales", "twice", "loop", "penalty", "outputs", "metric"),
+        *("shared", "method", "complex", "no weights"),
         *("micro-batches", "state"),
         *("optimizer", "optimizer on the host"),
     ],
