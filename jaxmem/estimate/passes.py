@@ -168,7 +168,7 @@ def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
     to the features."""
     built = on_one_device(shape)
     objective = built.objective
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.numpy.bfloat16), built.model.shapes)
+    params = jax.tree.map(_in_bfloat16, built.model.shapes)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.spec.batch)
 
     def features(params: Tree, batch: Any) -> Any:
@@ -206,6 +206,12 @@ def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
         elif eqn.primitive.name in KERNELS:
             kernels += times
     return TracedPasses(int(saved[DEVICE]), int(saved[HOST]), tuple(matmuls), round(kernels))
+
+
+def _in_bfloat16(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The shape of a weight in bfloat16; integers, which the model of a script may store, stay integers."""
+    is_weight = jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
+    return jax.ShapeDtypeStruct(x.shape, jax.numpy.bfloat16 if is_weight else x.dtype)
 
 
 def _saved(traced: Any, outs: Sequence[Any], model: Any, tensor: int) -> dict[Any, float]:

@@ -42,15 +42,15 @@ class GgufSlice:
     def get_shape(self) -> tuple[int, ...]:
         return self.shape
 
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+    def __getitem__(self, index: tuple[Any, ...]) -> np.ndarray:
         from gguf import dequantize
 
         data = self.tensor.data if self.expert is None else self.tensor.data[self.expert]
         data = data.reshape(*self._stored(self.shape)[:-1], -1)
-        *rows, columns = self._stored(index)
         if self.heads:
             in_file = np.arange(self.shape[0]).reshape(self.heads, -1, 2).swapaxes(1, 2).ravel()
-            rows[0] = in_file[rows[0]]
+            index = in_file[index[0]], *index[1:]
+        *rows, columns = self._stored(index)
         values: np.ndarray = dequantize(np.ascontiguousarray(data[tuple(rows)]), self.tensor.kind)[..., columns]
         values = values + np.float32(self.offset) if self.offset else values
         return values.swapaxes(-1, -2) if self.is_transposed else values

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxmem.config.networks import SHARDED
 from jaxmem.config.user import AxesByPattern
 from jaxmem.errors import UserError, nearest
-from jaxmem.models.user_layers import Stack, dotted_name, flat_state, new_randomness, numbered, reseed
+from jaxmem.models.user_layers import Stack, dotted_name, flat_state, new_randomness, numbered, reseed, value_of
 from jaxmem.sharding import weights
 from jaxmem.sharding.gathering import gather
 from jaxmem.sharding.table import Axes, is_stacked
@@ -52,8 +52,8 @@ class FlaxModel:
 
     graphdef: Any
     randomness: Any  # the states of random number generators
-    variables: Mapping[Path, nnx.Variable]  # the parameters, and what the forward pass changes
-    state: frozenset[Path]  # variables that the forward pass changes, for example the statistics of BatchNorm
+    variables: Mapping[Path, Any]  # the parameters, and `state`
+    state: frozenset[Path]  # variables that the forward pass changes, such as statistics of BatchNorm, and arrays
     axes: Mapping[Path, Axes]
     stacks: Mapping[Path, int]  # the number of blocks of each list that is stacked
 
@@ -71,6 +71,12 @@ class FlaxModel:
             nnx.eval_shape(create), nnx.Param, nnx.RngState, ...
         )
         params = flat_state(params)
+        for path, variable in params.items():
+            if not jnp.issubdtype(dtype := value_of(variable).dtype, jnp.floating):
+                raise UserError(
+                    f"the parameter {dotted_name(path)} has dtype {dtype}; use floating-point parameters (two for real"
+                    " and imaginary parts), and nnx.Variable for an array that is not trained"
+                )
         state = flat_state(other_state)
         shapes = {path: variable.shape for path, variable in (params | state).items()}
         layered = {path for path in shapes if any(path[: len(stack)] == stack for stack in stacks)}
@@ -89,7 +95,7 @@ class FlaxModel:
         }
         module = nnx.merge(self.graphdef, unflatten_dict(numbered(arrays)), new_randomness(self.randomness))
         variables = {tuple(map(str, path)): node for path, node in nnx.iter_graph(module)}
-        state = {path: variables[path] for path in self.state}
+        state = {path: variables.get(path, arrays[path]) for path in self.state}
         weights = {path: x for path, x in flat.items() if path not in state}
         stacks = [
             Stack(
@@ -119,7 +125,7 @@ class FlaxNetwork:
     """A module with the values of its variables."""
 
     module: Any
-    _state: Mapping[Path, nnx.Variable]
+    _state: Mapping[Path, Any]
     _stacks: Sequence[Stack]
     dtype: DTypeLike
 
@@ -138,7 +144,7 @@ class FlaxNetwork:
     @property
     def state(self) -> dict[str, Any]:
         """The variables that the forward pass changed."""
-        return unflatten_dict({path: variable.get_value() for path, variable in self._state.items()})
+        return unflatten_dict({path: value_of(variable) for path, variable in self._state.items()})
 
 
 def store(w: jax.Array, axes: Axes, storage: Storage) -> Any:
@@ -151,7 +157,7 @@ def store(w: jax.Array, axes: Axes, storage: Storage) -> Any:
 def variables_of(network: Any) -> dict[Path, Any]:
     """The values of the variables of a module, except for the states of random number generators."""
     flat = flat_state(nnx.state(network, nnx.Not(nnx.RngState)))
-    return {path: variable.get_value() for path, variable in flat.items()}
+    return {path: value_of(variable) for path, variable in flat.items()}
 
 
 def axes_by_rule(

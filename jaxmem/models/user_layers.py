@@ -25,7 +25,7 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from jaxmem.errors import UserError, one_of
-from jaxmem.models.layers import split_keys
+from jaxmem.models.layers import fold_keys, split_keys
 from jaxmem.sharding.gathering import gather
 from jaxmem.sharding.host import fetch_from_host
 from jaxmem.sharding.table import Axes
@@ -37,8 +37,8 @@ from jaxmem.typing import Tree
 
 
 def stack_lists(network: Any, patterns: Sequence[str]) -> dict[Path, int]:
-    """Replaces the lists of blocks whose names match by stacked blocks, in place. Returns the number of blocks of each,
-    by its path."""
+    """Replaces the lists of blocks whose names match by stacked blocks, in place; lists inside of the blocks of such a
+    list stay lists. Returns the number of blocks of each, by its path."""
     lists = {dotted_name(path): path for path, node in nnx.iter_graph(network) if _is_list_of_blocks(node)}
     paths = [path for name, path in lists.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]
     for pattern in patterns:
@@ -46,10 +46,11 @@ def stack_lists(network: Any, patterns: Sequence[str]) -> dict[Path, int]:
             known = one_of(sorted(lists)) if lists else "no list of blocks of one class (nnx.List or nnx.Sequential)"
             raise UserError(f"layers={pattern} matches no list of blocks; the model has {known}")
     counts = {}
-    for path in paths:
+    for path in [path for path in paths if not any(path[:depth] in paths for depth in range(len(path)))]:
         blocks = list(_at(network, path))
         counts[tuple(map(str, path))] = len(blocks)
         setattr(_at(network, path[:-1]), str(path[-1]), _stacked(dotted_name(path), blocks))
+        _refuse_shared(dotted_name(path), blocks, network)
     return counts
 
 
@@ -70,8 +71,14 @@ def new_randomness(states: Tree, dims: int = 0) -> Tree:
     )
 
 
-def flat_state(state: Tree) -> dict[Path, nnx.Variable]:
+def flat_state(state: Tree) -> dict[Path, Any]:
+    """The variables of a state, and the arrays that are plain attributes of a module, such as tables of positions."""
     return {tuple(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+
+
+def value_of(variable: Tree) -> Any:
+    """The value of a variable; an array or its shape in a state as it is."""
+    return variable.get_value() if isinstance(variable, nnx.Variable) else variable
 
 
 def numbered(arrays: Mapping[Path, Any]) -> dict[tuple[str | int, ...], Any]:
@@ -88,7 +95,7 @@ class Stack:
     module: Any
     weights: Mapping[Path, Any]  # weights as they are stored
     axes: Mapping[Path, Axes]
-    state: Mapping[Path, nnx.Variable]  # what the forward pass changes
+    state: Mapping[Path, Any]  # variables that the forward pass changes, and arrays
     options: StackOptions
     dtype: DTypeLike
 
@@ -125,14 +132,15 @@ class Stack:
                     "dtype of its first argument"
                 )
             after = flat_state(nnx.state(block))
-            return y, {path: after[path].get_value() for path in state}
+            return y, {path: value_of(after[path]) for path in state}
 
-        state = {path: variable.get_value() for path, variable in self.state.items()}
+        state = {path: value_of(variable) for path, variable in self.state.items()}
         inputs = (None if keys is None else split_keys(keys, self.count), state)
         weights = unflatten_dict(dict(self.weights))
         y, after = apply_call(StackCall(run, weights, x, inputs, arrays, self.options))
         for path, value in (after or {}).items():
-            self.state[path].set_value(value)
+            if isinstance(self.state[path], nnx.Variable):
+                self.state[path].set_value(value)
         return y
 
 
@@ -150,8 +158,6 @@ class Blocks(Sequence[Any]):
         self.stack = stack
         self.block = block
         self._keys = keys
-        self._arguments: Any = None
-        self._output: Any = None
 
     def __len__(self) -> int:
         return self.stack.count
@@ -161,19 +167,21 @@ class Blocks(Sequence[Any]):
 
     def call(self, index: int, x: Tree, arguments: Tree) -> Tree:
         if index == 0:
-            self._arguments = arguments
-            self._output = self.stack(self.block, x, arguments, self._keys)
+            result = self.stack(self.block, x, arguments, self._keys)
+            (self._keys,) = fold_keys(self._keys, 1)  # another call of the list has other dropout masks
         elif not isinstance(x, _Output) or x.blocks is not self or x.index != index - 1:
             raise UserError(
                 f"layers={self.stack.name}: block {index} does not receive the output of block {index - 1}; use a "
                 f"loop `for block in self.{self.stack.name}: x = block(x)`, or remove the argument layers"
             )
-        elif not _is_same(arguments, self._arguments):
+        elif not _is_same(arguments, x.arguments):
             raise UserError(
                 f"layers={self.stack.name}: block {index} is called with other arguments than block 0; use the same "
                 "arguments for all blocks, or remove the argument layers"
             )
-        return self._output if index == len(self) - 1 else _Output(self, index)
+        else:
+            result = x.result
+        return result if index == len(self) - 1 else _Output(self, index, arguments, result)
 
 
 def _refuse_state(blocks: Blocks) -> Any:
@@ -198,7 +206,7 @@ class _Block:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._blocks.block, name)
-        if isinstance(value, nnx.Variable | nnx.Pytree):
+        if isinstance(value, nnx.Variable | nnx.Pytree) or getattr(value, "__self__", None) is self._blocks.block:
             raise UserError(
                 f"layers={self._blocks.stack.name}: the model uses {name} of a block, but all blocks are computed "
                 "together; call the blocks, or remove the argument layers"
@@ -207,11 +215,14 @@ class _Block:
 
 
 class _Output:
-    """The output of a block that is not the last one. It exists only inside of the computation of all blocks."""
+    """The output of a block that is not the last one. It exists only inside of the computation of all blocks, whose
+    result it has."""
 
-    def __init__(self, blocks: Blocks, index: int) -> None:
+    def __init__(self, blocks: Blocks, index: int, arguments: Tree, result: Tree) -> None:
         self.blocks = blocks
         self.index = index
+        self.arguments = arguments
+        self.result = result
 
     def _refuse(self, *_: Any) -> Any:
         name = self.blocks.stack.name
@@ -234,6 +245,21 @@ def _stacked(name: str, blocks: list[Any]) -> Tree:
     graphdef, _ = nnx.split(blocks[0])
     states = [nnx.to_pure_dict(nnx.state(block)) for block in blocks]
     return nnx.merge(graphdef, jax.tree.map(lambda *layers: jnp.stack(layers), *states))
+
+
+def _refuse_shared(name: str, blocks: list[Any], network: Any) -> None:
+    """Refuses blocks whose weights other parts of the network have too: a stack has copies of them."""
+    variables = {id(node) for block in blocks for _, node in nnx.iter_graph(block) if _is_stacked(node)}
+    for path, node in nnx.iter_graph(network):
+        if id(node) in variables:
+            raise UserError(
+                f"layers={name}: {dotted_name(path)} is also a weight of a block; layers requires equal blocks with "
+                "their own weights"
+            )
+
+
+def _is_stacked(node: Any) -> bool:
+    return isinstance(node, nnx.Variable) and not isinstance(node, nnx.RngState)
 
 
 def _difference(a: Tree, b: Tree) -> str | None:
@@ -274,7 +300,8 @@ def _is_same(a: Tree, b: Tree) -> bool:
 
 
 def _is_list_of_blocks(node: Tree) -> bool:
-    return isinstance(node, nnx.List) and len({type(x) for x in node}) == 1 and callable(node[0])
+    is_list = isinstance(node, nnx.List) and len({type(x) for x in node}) == 1 and callable(node[0])
+    return is_list and bool(jax.tree.leaves(nnx.state(node, nnx.Param)))
 
 
 def _is_rngs(x: Tree) -> bool:

@@ -72,7 +72,7 @@ class InitialWeights:
 
         storages = {self.storage(path) for path in flatten_dict(model.axes)}
         created = {storage: flatten_dict(create(storage)) for storage in storages}
-        paths = flatten_dict(adapters.base_of(model.axes))
+        paths = next(iter(created.values()))  # without adapters
         return unflatten_dict({path: created[self.storage(path)][path] for path in paths})
 
     def with_adapters(self, base: Params, key: jax.Array) -> Params:
@@ -82,7 +82,8 @@ class InitialWeights:
         adapter_key = jax.random.fold_in(key, _ADAPTER_KEY)
         if model.flax_model is not None:
             adapters.attach(network, model.cfg.adapter, adapter_key)
-            added = {path: x for path, x in user.variables_of(network).items() if "lora" in path}
+            known = flatten_dict(base)
+            added = {path: x for path, x in user.variables_of(network).items() if path not in known}
             new = {p: user.store(x, model.flax_model.axes[p], Storage(model.cfg.precision)) for p, x in added.items()}
             return replace_at(base, new)
         network = nnx.merge(nnx.split(network)[0], base)

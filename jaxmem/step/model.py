@@ -45,7 +45,9 @@ class ModelSpec:
     def _structure(self) -> Structure:
         model = self.flax_model
         if model is not None:
-            shapes = {path: variable.get_value() for path, variable in model.variables.items()}
+            from jaxmem.models.user_layers import value_of
+
+            shapes = {path: value_of(variable) for path, variable in model.variables.items()}
             return Structure(model.graphdef, unflatten_dict(dict(model.axes)), unflatten_dict(shapes))
         # These shapes do not include the identity layers that pad pipeline stages.
         graphdef, state = nnx.split(nnx.eval_shape(lambda: self._with_new_adapters(self.build(jax.random.key(0)))))

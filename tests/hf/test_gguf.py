@@ -5,6 +5,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -326,6 +327,16 @@ def test_an_exported_file_is_read_again(kind: str, stored: str, worst: float, tm
     np.testing.assert_array_equal(again.norm.scale.get_value(), model.norm.scale.get_value())
     tokenizer = tokenizer_for(local_directory(str(tmp_path / "x.gguf"), "model.hf"))
     assert tokenizer.encode("a1é").tolist() == [97, 49, 195, 169]
+
+
+def test_biases_of_llama_are_read_again_in_the_order_of_their_rows(tmp_path: Path) -> None:
+    model = build(Decoder(**SMALL, attention_bias=True, output_bias=True), nnx.Rngs(0))
+    for layer in (model.blocks.attention.q, model.blocks.attention.k):
+        layer.bias[...] = jnp.arange(layer.bias.size, dtype=jnp.float32).reshape(layer.bias.shape)
+    hf.save_gguf(model, tmp_path / "x.gguf", tokenizer="bytes", kind="float32")
+    assert read_gguf(tmp_path / "x.gguf").metadata["general.architecture"] == "llama"
+    again = hf.load(local_directory(str(tmp_path / "x.gguf"), "model.hf"))
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(again)), nnx.to_pure_dict(nnx.state(model)))
 
 
 def test_rows_that_are_no_multiple_of_a_block_are_float16(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from jaxmem.config import load_config
 from jaxmem.config.methods import config_with
 from jaxmem.config.user import UserObjects
 from jaxmem.errors import UserError
+from jaxmem.estimate.passes import passes_of
 from jaxmem.inference.evaluate import Evaluator
 from jaxmem.models.linear import Linear
 from jaxmem.stack.apply import apply_call, stack_call, stacked
@@ -29,6 +30,9 @@ class Block(nnx.Module):
 
     def __call__(self, x):
         return x + nnx.gelu(self.up(x))
+
+    def scaled(self, x):
+        return x * self.up.bias[...]
 
 
 class CrossBlock(nnx.Module):
@@ -61,6 +65,84 @@ class EncoderDecoder(nnx.Module):
         for block in self.decoder:
             x = block(x, memory, positions, mask)
         return self.out(x)
+
+
+class Alternating(EncoderDecoder):
+    """Each block is called for both inputs before the next block."""
+
+    def __call__(self, inputs):
+        x, y = self.start(inputs), self.start(-inputs)
+        for block in self.encoder:
+            x, y = block(x), block(y)
+        return self.out(x - 2 * y)
+
+
+class Shared(EncoderDecoder):
+    """Two lists with the same weights."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        for block, other in zip(self.encoder, self.decoder, strict=True):
+            other.up = block.up
+
+
+class BlockOfBlocks(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks, self.dropouts = nnx.List([Block(rngs) for _ in range(2)]), nnx.List([nnx.Dropout(0.0)])
+
+    def __call__(self, x):
+        for part in (*self.blocks, *self.dropouts):
+            x = part(x)
+        return x
+
+
+class Nested(EncoderDecoder):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.encoder, self.dropouts = nnx.List([BlockOfBlocks(rngs) for _ in range(2)]), nnx.List([nnx.Dropout(0.0)])
+
+
+class ByMethod(EncoderDecoder):
+    def __call__(self, inputs):
+        x = self.start(inputs)
+        for block in self.encoder:
+            x = block.scaled(x)
+        return self.out(x)
+
+
+class WithArrays(nnx.Module):
+    """Integers that are not trained, and parts with the names of adapters."""
+
+    def __init__(self, rngs):
+        self.prompt, self.lora = nnx.Linear(4, EMBED, rngs=rngs), nnx.Linear(EMBED, 3, rngs=rngs)
+        self.order, self.table = nnx.Variable(jnp.arange(EMBED)[::-1]), nnx.data(jnp.arange(300, 300 + TIME))
+        self.positions = nnx.Embed(400, EMBED, rngs=rngs)
+
+    def __call__(self, inputs):
+        return self.lora(self.prompt(inputs)[..., self.order[...]] + self.positions(self.table))
+
+
+class Complex(nnx.Module):
+    def __init__(self, rngs):
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), (4, 3), jnp.complex64))
+
+    def __call__(self, inputs):
+        return jnp.abs(inputs @ self.weight[...])
+
+
+class DropoutBlock(Block):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(super().__call__(x))
+
+
+class WithDropout(EncoderDecoder):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.encoder = nnx.List([DropoutBlock(rngs) for _ in range(2)])
 
 
 class OfParameter(nnx.Module):
@@ -163,9 +245,9 @@ def built(parts, update="during", accumulate=1, mesh=None, **memory):
     return program(cfg, jax.devices()[: int(np.prod([*raw["mesh"].values()]))])
 
 
-def after_an_update(parts, update="during", accumulate=1, mesh=None):
+def after_an_update(parts, update="during", accumulate=1, mesh=None, **memory):
     """The parameters and the metrics."""
-    step = built(parts, update, accumulate, mesh)
+    step = built(parts, update, accumulate, mesh, **memory)
     batch = {"mask": np.ones(ROWS, np.float32), **BATCH}
     batch = {name: x.reshape(accumulate, -1, *x.shape[1:]) for name, x in batch.items()}
     state, metrics = step.lower_step().compile()(step.initialise(), step.place(batch))
@@ -198,9 +280,39 @@ def test_a_loss_may_use_the_weights_of_layers_if_there_are_micro_batches():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), params, expected)
 
 
+def test_the_passes_of_two_inputs_through_a_list_may_alternate():
+    _, expected = after_an_update({"model": Alternating}, "after", remat="none")
+    _, metrics = after_an_update({"model": Alternating, "layers": "encoder"}, "after")
+    for name in ("loss", "gradient_norm"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-5)
+
+
+def test_dropout_differs_between_two_passes_through_a_list():
+    def loss(model, batch):
+        return squares(model, batch), {"difference": jnp.mean(jnp.abs(model(batch["x"]) - model(batch["x"])))}
+
+    _, metrics = after_an_update({"model": WithDropout, "layers": "encoder", "loss": loss}, "after")
+    assert metrics["difference"] > 0.1
+
+
+def test_arrays_of_a_model_that_are_no_parameters_stay_as_they_are():
+    parts = {"model": WithArrays}
+    params, metrics = after_an_update(parts, "after", remat="none")
+    module = WithArrays(nnx.Rngs(jax.random.key(0)))
+    assert metrics["loss"] == pytest.approx(float(squares(module, BATCH)), rel=1e-5)
+    for name in ("order", "table"):
+        np.testing.assert_array_equal(params[name], getattr(module, name)[...])
+    assert passes_of(built(parts, "after", remat="none").cfg, "cpu").matmuls
+
+
 def test_a_list_of_a_single_block_is_a_stack():
     single = {**FLAX, "model": lambda rngs: EncoderDecoder(rngs, layers=1)}
     assert built(single).spec.model.flax_model.stacks == {("encoder",): 1, ("decoder",): 1}
+
+
+def test_a_list_in_the_blocks_of_a_list_is_no_stack():
+    nested = {**FLAX, "model": Nested, "layers": "encoder*"}
+    assert built(nested).spec.model.flax_model.stacks == {("encoder",): 2}
 
 
 @pytest.mark.parametrize(
@@ -214,6 +326,10 @@ def test_a_list_of_a_single_block_is_a_stack():
         ({"network": OfLayers, "loss": with_penalty}, {}, "during.*weights of blocks outside.*after"),
         ({"network": OfLayers, "loss": with_outputs}, {}, "during.*second result of apply_call.*after"),
         ({"network": OfLayers, "loss": with_metric_of_outputs}, {}, "during.*second result of apply_call.*after"),
+        ({**FLAX, "model": Shared}, {}, "layers=decoder: encoder.0.up.bias is also a weight of a block"),
+        ({**FLAX, "model": ByMethod}, {}, "layers=encoder: the model uses scaled of a block"),
+        ({"model": Complex}, {"update": "after", "remat": "none"}, "parameter weight has dtype complex64"),
+        ({**FLAX, "model": Nested, "layers": "dropouts"}, {}, "no list of blocks; the model has .*encoder"),
         (FLAX, {"accumulate": 2}, "during with objective.name=own.*batch.accumulate=2.*update=after"),
         ({**FLAX, "loss": with_state}, {"update": "after"}, "layers=decoder: .*nnx.state.*remove the argument layers"),
         ({**FLAX, "optimizer": optax.lars(1.0)}, {}, "during.*argument optimizer.*lars.*after.*optimizer.clip"),
@@ -224,7 +340,9 @@ def test_a_list_of_a_single_block_is_a_stack():
         ),
     ],
     ids=[
-        *("encoder", "positions", "scales", "twice", "loop", "penalty", "outputs", "metric", "micro-batches", "state"),
+        *("encoder", "positions", "scales", "twice", "loop", "penalty", "outputs", "metric"),
+        *("shared", "method", "complex", "no weights"),
+        *("micro-batches", "state"),
         *("optimizer", "optimizer on the host"),
     ],
 )
