@@ -23,6 +23,7 @@ from jaxmem.data.tokenizer import FileTokenizer, Tokenizer, tokenizer_for
 from jaxmem.errors import UserError, as_yaml, nearest
 from jaxmem.hf.files import byte_tokenizer
 from jaxmem.hf.gguf import PERMUTED
+from jaxmem.hf.tensors import refuse_infinite
 from jaxmem.hf.writer import model_tensors
 from jaxmem.machine.files import atomic_file
 from jaxmem.models.decoder import Decoder as Network
@@ -282,6 +283,8 @@ def _write(file: Path, architecture: str, settings: JsonDict, tensors: Sequence[
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for tensor, kind in zip(tensors, kinds, strict=True):
-            writer.write_tensor_data(quantize(tensor.values(), kind))
+            with np.errstate(over="ignore"):
+                stored = quantize(tensor.values(), kind)
+            writer.write_tensor_data(refuse_infinite(tensor.name, stored) if tensor.kind == "float16" else stored)
     finally:
         writer.close()

@@ -253,6 +253,13 @@ def _with_size(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
+def refuse_infinite(name: str, stored: np.ndarray) -> np.ndarray:
+    """The values of a tensor as they are stored; an error if a value was too large for its dtype."""
+    if np.isinf(stored).any():
+        raise UserError(f"{name} has values that are too large for {stored.dtype}; use --dtype bfloat16")
+    return stored
+
+
 def write_tensors(
     directory: Path,
     tensors: Sequence[OutputTensor],

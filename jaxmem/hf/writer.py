@@ -25,7 +25,7 @@ from jaxmem.hf.files import copy_chat_template, copy_metadata, copy_tokenizer, s
 from jaxmem.hf.names import FileTensor, FileWeight, WeightPath, decoder_weights
 from jaxmem.hf.quantized import mxfp4_tensors
 from jaxmem.hf.tensors import DTYPES as NUMPY_DTYPES
-from jaxmem.hf.tensors import MAX_FILE_BYTES, MXFP4, OutputTensor, fuse_tensors, write_tensors
+from jaxmem.hf.tensors import MAX_FILE_BYTES, MXFP4, OutputTensor, fuse_tensors, refuse_infinite, write_tensors
 from jaxmem.machine.files import atomic_directory
 from jaxmem.models.decoder import Decoder
 from jaxmem.quant import QTensor
@@ -184,7 +184,8 @@ def output_tensors(
 
 def _values(convert: Callable[[np.ndarray], jax.Array], tensor: FileTensor) -> np.ndarray:
     """The values of a tensor, without the zeros that pad lower ranks of adapters."""
-    return np.asarray(convert(np.asarray(tensor.position, np.int32)))[tuple(map(slice, tensor.shape))]
+    values = np.asarray(convert(np.asarray(tensor.position, np.int32)))[tuple(map(slice, tensor.shape))]
+    return refuse_infinite(tensor.name, values)
 
 
 @cache

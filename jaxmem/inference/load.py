@@ -28,6 +28,7 @@ from jaxmem.config.user import UserObjects
 from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.errors import UserError
 from jaxmem.hf.peft import add_adapters, read_base
+from jaxmem.models import user
 from jaxmem.sharding.host import fetch_from_host
 from jaxmem.sharding.table import is_stacked
 from jaxmem.sharding.weights import is_encoded, store
@@ -201,6 +202,7 @@ def initial_state(built: Program) -> TrainState:
 def _store_as(built: Program, params: Tree) -> Tree:
     """Weights in the formats in which this program stores them. They are converted one by one: at most one exists in
     both formats."""
+    store_weight = store if built.model.flax_model is None else user.store
     axes = flatten_dict(built.model.axes)
     placed = flatten_dict(built.spec.state.params)
     left = flatten_dict(params)
@@ -212,11 +214,8 @@ def _store_as(built: Program, params: Tree) -> Tree:
 
         def convert(w: Tree) -> Tree:
             w = fetch_from_host(w)
-            return store(
-                w.dequantize(jnp.float32) if is_encoded(w) else w,
-                weight_axes,
-                built.spec.initial_weights.storage(path),
-            )
+            full = w.dequantize(jnp.float32) if is_encoded(w) else w
+            return store_weight(full, weight_axes, built.spec.initial_weights.storage(path))
 
         target = placed[path]
         if _format_of(left[path]) == _format_of(target):

@@ -347,6 +347,16 @@ def test_rows_that_are_no_multiple_of_a_block_are_float16(tmp_path: Path) -> Non
     assert tensors["blk.0.ffn_up.weight"].kind.name == "Q8_0"
 
 
+def test_values_that_float16_cannot_store_are_refused(tmp_path: Path) -> None:
+    model = build(Decoder(**SMALL), nnx.Rngs(0))
+    model.blocks.mlp.up.weight[...] = model.blocks.mlp.up.weight[...].at[0, 0, 0].set(1e5)
+    with pytest.raises(UserError, match=r"ffn_up\.weight has values that are too large for float16; use --dtype bf"):
+        hf.save_gguf(model, tmp_path / "x.gguf", tokenizer="bytes", kind="float16")
+    with pytest.raises(UserError, match=r"up_proj\.weight has values that are too large for float16"):
+        hf.save(model, tmp_path / "x", tokenizer="bytes", dtype="float16")
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
