@@ -15,6 +15,7 @@ import optax
 
 from jaxmem.sharding.arrays import constrain
 from jaxmem.sharding.gathering import stored_axes
+from jaxmem.sharding.host import fetch_from_host, send_like
 from jaxmem.sharding.table import Axes, Role, is_axes
 from jaxmem.sharding.trees import select
 from jaxmem.sharding.weights import is_encoded
@@ -48,16 +49,17 @@ class ParameterGroup:
         return self.tx.update(grads, state, params, pipeline_of=self.pipeline_of, **extra)
 
     def update(self, grads: Tree, state: Tree, params: Tree, write: Writer, **extra: Any) -> tuple[Tree, Tree]:
-        """Returns new parameters and new state. With `layer`, these are of one layer of stacked parameters."""
+        """Returns new parameters and new state, where the state was: state in host memory is copied to the device and
+        back. With `layer`, these are of one layer of stacked parameters."""
         layer = extra.get("layer")
         vocab_slice = extra.get("vocab_slice")
         grads = constrain_tree(grads, self.axes, "gradients")
         # Otherwise the partitioner shards the stack from which the layer is read, and gathers all of it for each layer.
         params = constrain_tree(params, stored_axes(self.axes, params), "weights")
-        updates, state = self.updates(grads, state, params, **extra)
+        updates, new_state = self.updates(grads, fetch_from_host(state), params, **extra)
         params = write(params, updates, axes=self.axes, layer=layer, vocab_slice=vocab_slice)
         # The cast runs in the sharding of the optimizer state, before the gather; otherwise float32 would be sent.
-        return constrain_tree(params, stored_axes(self.axes, params), "optimizer"), state
+        return constrain_tree(params, stored_axes(self.axes, params), "optimizer"), send_like(new_state, state)
 
 
 def constrain_tree(tree: Tree, axes: Tree, role: Role) -> Tree:

@@ -64,8 +64,7 @@ def update_singly(
             slice_of = partial(_slice_of, g, names.index("vocab"))
             new, state, _ = VocabUpdate(group, weight, state, g.dtype).update(slice_of, write, norm)
         else:
-            new, updated = group.update(gradient, fetch_from_host(state), weight, write, norm=norm)
-            state = send_like(updated, state)
+            new, state = group.update(gradient, state, weight, write, norm=norm)
         new_params.append(new)
         new_states.append(state)
     return new_params, new_states

@@ -30,7 +30,6 @@ from jaxmem import optim
 from jaxmem.optim.apply import Writer, sum_of_squares
 from jaxmem.optim.groups import ParameterGroup, constrain_tree
 from jaxmem.quant.precision import Params
-from jaxmem.sharding.host import fetch_from_host, send_like
 from jaxmem.sharding.table import is_axes
 from jaxmem.sharding.trees import Path, merge, nest, select, single_weights, without
 from jaxmem.stack.reverse import Visitor, merge_micro_batches
@@ -103,9 +102,8 @@ def update_during_backward(
         weights = select(state.params, grads)
         group = spec.group(weights)
         grads = constrain_tree(grads, group.axes, "gradients")
-        before = group.state(opt_state)
-        new, new_state = group.update(grads, fetch_from_host(before), weights, write, norm=norm)
-        return Updated(new, [send_like(new_state, before)], jax.tree.map(sum_of_squares, grads))
+        new, new_state = group.update(grads, group.state(opt_state), weights, write, norm=norm)
+        return Updated(new, [new_state], jax.tree.map(sum_of_squares, grads))
 
     def update_matrix(path: Path, gradient: MatrixGradient) -> Updated:
         new, new_state, square = vocab_update(path).update(gradient, write, norm)

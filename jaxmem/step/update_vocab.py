@@ -23,7 +23,7 @@ from jaxmem.quant import QTensor
 from jaxmem.quant.qtensor import with_sliced_sizes
 from jaxmem.sharding.arrays import constrain
 from jaxmem.sharding.gathering import stored_axes
-from jaxmem.sharding.host import fetch_from_host, is_on_host, send_like
+from jaxmem.sharding.host import is_on_host
 from jaxmem.sharding.table import Axes, Role, axis_name, is_axes
 from jaxmem.sharding.weights import Weight, is_encoded
 from jaxmem.typing import Tree
@@ -49,8 +49,7 @@ class VocabUpdate:
         if self._slices is not None and (new := self._update_slices(self._slices, gradient, write, norm)) is not None:
             return new
         grads = self._gradient(gradient, self.weights)
-        weights, state = self.group.update(grads, fetch_from_host(self.state), self.weights, write, norm=norm)
-        return weights, send_like(state, self.state), sum_of_squares(grads)
+        return *self.group.update(grads, self.state, self.weights, write, norm=norm), sum_of_squares(grads)
 
     def _update_slices(
         self, slices: VocabSlices, gradient: SliceGradient, write: Writer, norm: jax.Array | None
