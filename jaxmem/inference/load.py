@@ -202,7 +202,7 @@ def initial_state(built: Program) -> TrainState:
 def _store_as(built: Program, params: Tree) -> Tree:
     """Weights in the formats in which this program stores them. They are converted one by one: at most one exists in
     both formats."""
-    store_weight = store if built.model.flax_model is None else user.store
+    store_weight = store if built.model.flax_model is None else user.store_flax
     axes = flatten_dict(built.model.axes)
     placed = flatten_dict(built.spec.state.params)
     left = flatten_dict(params)

@@ -21,11 +21,10 @@ from jaxmem.config.networks import SHARDED
 from jaxmem.config.user import AxesByPattern
 from jaxmem.errors import UserError, nearest
 from jaxmem.models.user_layers import Stack, dotted_name, flat_state, new_randomness, numbered, reseed, value_of
-from jaxmem.sharding import weights
 from jaxmem.sharding.gathering import gather
 from jaxmem.sharding.table import Axes, is_stacked
 from jaxmem.sharding.trees import Path
-from jaxmem.sharding.weights import MIN_BLOCK, Storage, apply_hooks, is_matrix, stored_of
+from jaxmem.sharding.weights import MIN_BLOCK, Storage, apply_hooks, is_matrix, store, stored_of
 from jaxmem.stack.call import StackOptions
 from jaxmem.typing import Tree
 
@@ -147,11 +146,11 @@ class FlaxNetwork:
         return unflatten_dict({path: value_of(variable) for path, variable in self._state.items()})
 
 
-def store(w: jax.Array, axes: Axes, storage: Storage) -> Any:
+def store_flax(w: jax.Array, axes: Axes, storage: Storage) -> Any:
     """A new weight as it is stored. If a kernel [embed, heads, head_dim] has few heads, its blocks are along
     head_dim."""
     is_short = w.ndim - is_stacked(axes) > 2 and w.shape[-2] < MIN_BLOCK
-    return weights.store(w, axes, storage, blocks_along=-1 if is_short else -2)
+    return store(w, axes, storage, blocks_along=-1 if is_short else -2)
 
 
 def variables_of(network: Any) -> dict[Path, Any]:

@@ -66,7 +66,7 @@ class InitialWeights:
                 axes = model.flax_model.axes
                 state = model.forward_state
                 values = user.variables_of(model.build(key)).items()
-                return unflatten_dict({p: x if p in state else user.store(x, axes[p], storage) for p, x in values})
+                return unflatten_dict({p: x if p in state else user.store_flax(x, axes[p], storage) for p, x in values})
             with storing_as(storage), creating_in(model.execution.pipeline):
                 return nnx.to_pure_dict(nnx.state(model.build(key)))
 
@@ -84,7 +84,7 @@ class InitialWeights:
             adapters.attach(network, model.cfg.adapter, adapter_key)
             known = flatten_dict(base)
             added = {path: x for path, x in user.variables_of(network).items() if path not in known}
-            new = {p: user.store(x, model.flax_model.axes[p], Storage(model.cfg.precision)) for p, x in added.items()}
+            new = {p: user.store_flax(x, model.flax_model.axes[p], Storage(model.cfg.precision)) for p, x in added.items()}
             return replace_at(base, new)
         network = nnx.merge(nnx.split(network)[0], base)
         with storing_as(Storage(model.cfg.precision)):

@@ -219,7 +219,7 @@ def train(run: Run, model: Path, corpus: dict[str, str]) -> None:
     text = str(WORK / f"{run.evaluated}.jsonl")
     in_float32 = {}
     if cfg.precision.compute == "fp8":  # what training with it costs, apart from what computing with it costs
-        overrides = ["precision.compute=float32"]
+        overrides = ["precision.compute=float32", "precision.fp8_scaling=tensor"]
         in_float32 = {"loss_in_float32": jaxmem.evaluate(result.directory, text, overrides=overrides)["loss"]}
     record = {
         **run._asdict(),
