@@ -84,7 +84,8 @@ class InitialWeights:
             adapters.attach(network, model.cfg.adapter, adapter_key)
             known = flatten_dict(base)
             added = {path: x for path, x in user.variables_of(network).items() if path not in known}
-            new = {p: user.store_flax(x, model.flax_model.axes[p], Storage(model.cfg.precision)) for p, x in added.items()}
+            storage = Storage(model.cfg.precision)
+            new = {p: user.store_flax(x, model.flax_model.axes[p], storage) for p, x in added.items()}
             return replace_at(base, new)
         network = nnx.merge(nnx.split(network)[0], base)
         with storing_as(Storage(model.cfg.precision)):
