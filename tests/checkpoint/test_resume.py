@@ -91,6 +91,15 @@ def test_a_source_more_and_another_family() -> None:
     assert "model.family was convnet, is mlp" in changed(OLD, config(model={"family": "mlp"}))
 
 
+def test_the_order_of_patterns_is_fixed() -> None:
+    """The first pattern that matches applies."""
+    alphas = {"*.q": 8.0, "blocks.*": 4.0}
+    before = config(adapter__alpha_pattern=alphas)
+    assert changed(json.loads(json.dumps(before)), config(adapter__alpha_pattern={**alphas})) == []
+    [line] = changed(before, config(adapter__alpha_pattern={"blocks.*": 4.0, "*.q": 8.0}))
+    assert line == "adapter.alpha_pattern was {*.q: 8, blocks.*: 4}, is {blocks.*: 4, *.q: 8}"
+
+
 def test_fields_of_the_table_exist() -> None:
     fields = set()
 
