@@ -29,6 +29,9 @@ STATE_KEYS = {
     "optimizer.clip": bool,
     "optimizer.clip_by": lambda norm: norm == "previous",
     "optimizer.weight_decay": bool,
+    "optimizer.momentum": bool,
+    "optimizer.project_embeddings": bool,
+    "precision.loss_scale": lambda scale: scale in (None, "none"),
 }
 CHANGEABLE_KEYS = (
     "model.preset",  # a name for other fields, which are compared one by one

@@ -127,9 +127,17 @@ def test_refusal_says_what_to_do() -> None:
 
 @pytest.mark.parametrize(
     ("field", "other", "refused"),
-    [("clip", 0.5, None), ("clip_by", "weight", "previous"), ("weight_decay", 0.2, 0.0)],
+    [
+        ("optimizer.clip", 0.5, None),
+        ("optimizer.clip_by", "weight", "previous"),
+        ("optimizer.weight_decay", 0.2, 0.0),
+        ("optimizer.momentum", 0.0, 0.9),
+        ("optimizer.project_embeddings", False, True),
+        ("precision.loss_scale", "none", "dynamic"),
+    ],
 )
 def test_settings_with_which_the_optimizer_state_has_other_arrays(field: str, other: object, refused: object) -> None:
-    refuse_changes(OLD, config(**{f"optimizer__{field}": other}), "runs/x")
-    with pytest.raises(UserError, match=rf"optimizer.{field} was .*, is {as_yaml(refused)}; undo"):
-        refuse_changes(OLD, config(**{f"optimizer__{field}": refused}), "runs/x")
+    key = field.replace(".", "__")
+    refuse_changes(OLD, config(**{key: other}), "runs/x")
+    with pytest.raises(UserError, match=rf"{field} was .*, is {as_yaml(refused)}; undo"):
+        refuse_changes(OLD, config(**{key: refused}), "runs/x")
