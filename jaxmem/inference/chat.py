@@ -109,7 +109,7 @@ def read_prompts(file: str | Path) -> list[str]:
                 raise UserError(f"{file}, line {number}: prompt is missing or not a string")
         return [str(prompt) for _, prompt in prompts]
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

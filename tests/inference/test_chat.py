@@ -157,6 +157,11 @@ def test_commands(model: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     assert "use --data FILE" in err
 
 
+def test_a_prompt_ends_where_its_line_ends(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_bytes("one\u2028two\x0cthree\r\n\nfour".encode())
+    assert read_prompts(tmp_path / "p.txt") == ["one\u2028two\x0cthree", "four"]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
