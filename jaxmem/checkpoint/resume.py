@@ -29,6 +29,9 @@ STATE_KEYS = {
     "optimizer.clip": bool,
     "optimizer.clip_by": lambda norm: norm == "previous",
     "optimizer.weight_decay": bool,
+    "optimizer.momentum": bool,
+    "optimizer.project_embeddings": bool,
+    "precision.loss_scale": lambda scale: scale in (None, "none"),
 }
 CHANGEABLE_KEYS = (
     "model.preset",  # a name for other fields, which are compared one by one
@@ -101,14 +104,17 @@ def _is_in(field: str, patterns: Sequence[str]) -> bool:
 
 
 def _value(fields: JsonView, field: str) -> object:
-    """The value of a field; false if it is absent, since configs of earlier versions lack later settings."""
+    """The value of a field; false if it is absent, since configs of earlier versions lack later settings. Of patterns
+    the first match applies, so their order is a part of the value."""
     value = fields.get(field)
-    return None if value is False else value
+    return [*value.items()] if isinstance(value, Mapping) else None if value is False else value
 
 
 def _flat(value: object, field: str = "") -> JsonDict:
-    """Values by dotted field; lists of sections are numbered. A list of numbers is one value, and a tuple is a list,
-    as in JSON; an absent field equals one that is None or empty."""
+    """Values by dotted field; lists of sections are numbered. A list of numbers is one value, and so is a mapping of
+    patterns; a tuple is a list, as in JSON; an absent field equals one that is None or empty."""
+    if isinstance(value, Mapping) and value and not all(key.isidentifier() for key in value):
+        return {field: value}
     if isinstance(value, Sequence) and value and all(isinstance(item, Mapping) for item in value):
         value = {str(number): item for number, item in enumerate(value)}
     if not isinstance(value, Mapping):

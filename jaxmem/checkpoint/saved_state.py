@@ -51,7 +51,12 @@ class SavedState:
         """The state of the program, from the arrays that were restored into `shapes`."""
         params = self.complete_params(saved.params, config)
         opt_state = self._reordered(config, self._spec.opt_axes, saved.opt_state, self._spec.state.opt_state)
-        return dataclasses.replace(saved, params=params, opt_state=opt_state)
+        loss_scale = saved.loss_scale
+        setting = self._program.cfg.precision.loss_scale
+        if loss_scale is not None and setting != "dynamic":  # the constant may have changed
+            scale = jax.device_put(np.float32(setting), loss_scale.scale.sharding)
+            loss_scale = dataclasses.replace(loss_scale, scale=scale)
+        return dataclasses.replace(saved, params=params, opt_state=opt_state, loss_scale=loss_scale)
 
     def complete_params(self, params: Params, config: JsonView) -> Params:
         axes = self.saved(self._spec.param_axes)

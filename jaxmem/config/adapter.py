@@ -17,10 +17,14 @@ LORA_WEIGHTS = "*.lora.[abm]*"  # their trainable parameters; `layer_scale` is a
 
 
 class HashableDict(JsonDict):
-    """A dict that is never changed, so that the section that contains it is hashable."""
+    """A dict that is never changed, so that the section that contains it is hashable. Its order has a meaning: the
+    first pattern that matches applies."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, dict) and [*self.items()] == [*other.items()]
 
     def __hash__(self) -> int:  # type: ignore[override]
-        return hash(frozenset(self.items()))
+        return hash(tuple(self.items()))
 
 
 Ranks = Annotated[dict[str, Count], AfterValidator(HashableDict)]

@@ -148,8 +148,9 @@ def save_settings(cfg: Config, path: str | os.PathLike[str]) -> None:
         implied = config_of({"name": "implied", "model": dict(named), "train": {"steps": 1}})
         known = implied.model.model_dump(mode="json")
         raw["model"] = named | {key: model[key] for key in known if model[key] != known[key]}
+        raw.setdefault("data", {})["tokenizer"] = cfg.data.tokenizer
         if cfg.data.tokenizer == implied.data.tokenizer:
-            raw.get("data", {}).pop("tokenizer", None)
+            del raw["data"]["tokenizer"]
     if cfg.adapter.hf:
         raw["adapter"] = cfg.adapter.model_dump(mode="json")
     _save(raw, Path(path))

@@ -3,6 +3,7 @@ commands by `jaxmem.cli.main()`."""
 
 import dataclasses
 from collections.abc import Callable
+from typing import get_args
 
 import optax
 
@@ -38,7 +39,8 @@ def register_optimizer(
 
 def is_registered(cfg: Config) -> bool:
     """Whether a script registered the optimizer or the family of models of a config."""
-    return callable(OPTIMIZERS[cfg.optimizer.name].implementation) or not isinstance(cfg.model, Network)
+    is_known = type(cfg.model) in get_args(Network)  # the family of a script may be a subclass
+    return callable(OPTIMIZERS[cfg.optimizer.name].implementation) or not is_known
 
 
 def register_family(section: type[Family]) -> str:

@@ -190,7 +190,7 @@ class Train(Section):
     log_every: Count = setting(10, "updates between two log entries")
     evaluate_every: Count | None = setting(None, "updates between two evaluations; null: none")
     evaluate_batches: Count = setting(8, "largest number of held-out batches per evaluation")
-    on_nan: Literal["stop", "skip"] = setting("stop", "on a NaN or infinite gradient: stop, or skip the update")
+    on_nan: Literal["stop", "skip"] = setting("stop", "on a NaN or infinite loss or gradient: stop, or skip the update")
     max_skipped: Count = setting(10, "largest number of consecutive skipped updates before the run stops")
     deterministic: bool = setting(False, "on GPUs: bitwise reproducible results; may be slower")
     profile: Annotated[tuple[Count, Count], Field(strict=False)] | None = setting(

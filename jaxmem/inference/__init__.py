@@ -1,1 +1,1 @@
-"""Using a trained model: generate, chat, evaluate, multiple choice, reference log-probabilities, export."""
+"""Using a trained model: generate, chat, evaluate, reference log-probabilities, export."""

@@ -84,9 +84,13 @@ class TextGenerator:
         return self._tokenizer.encode_with_offsets(text)[0]
 
     def _watched(self, ids: Iterable[int]) -> Iterator[int]:
-        for count, token in enumerate(ids, 1):
-            self.is_cut = count == self._tokens and token not in self._tokenizer.ends
+        """The same tokens. Not read to the end if a stop ends the answer, which then is not cut."""
+        self.is_cut = False
+        answer = []
+        for token in ids:
+            answer.append(token)
             yield token
+        self.is_cut = len(answer) == self._tokens and answer[-1] not in self._tokenizer.ends
 
     def _encode(self, prompt: str) -> np.ndarray:
         return np.array([*self._tokenizer.begin, *self._tokenizer.encode(prompt)], np.int32)
@@ -105,7 +109,7 @@ def read_prompts(file: str | Path) -> list[str]:
                 raise UserError(f"{file}, line {number}: prompt is missing or not a string")
         return [str(prompt) for _, prompt in prompts]
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -12,6 +12,7 @@ from typing import Unpack
 
 import jax
 
+from jaxmem.checkpoint.metrics import MAX_METRIC
 from jaxmem.config import Data
 from jaxmem.config.combinations import OF_SOURCES
 from jaxmem.config.methods import user_objects
@@ -23,7 +24,7 @@ from jaxmem.errors import UserError, as_yaml
 from jaxmem.inference.load import is_run, model_config, open_model, open_run
 from jaxmem.inference.reference import Reference, reference_of
 from jaxmem.machine.terminal import say
-from jaxmem.step.objective import Sums, means
+from jaxmem.step.objective import means
 from jaxmem.step.programs import Program
 from jaxmem.typing import Tree
 
@@ -43,16 +44,17 @@ class Evaluator(AbstractContextManager["Evaluator"]):
     def __call__(self, params: Tree, batches: int | None = None) -> Means:
         """Means over `batches` batches, by default all."""
         self._loader.rewind()
-        total: Sums = {}
+        total: dict[str, float] = {}
         for batch in islice(self._loader, batches):
             sums = serialized(self._sums(params, self._program.place(batch)))
-            total = jax.tree.map(lambda a, b: a + b, total, sums) if total else sums
+            for name, value in sums.items():  # in float64: a count of tokens in float32 is rounded above 2^24
+                total[name] = total.get(name, 0.0) + float(value)
         if not total or not total["count"]:
             reason = "; ".join(self._loader.corpus.summary()) or "data.held_out selects no document; increase it"
             raise UserError(f"the held-out data has no token to evaluate on: {reason}")
         result = {name: float(value) for name, value in means(total).items()}
         if self._program.cfg.objective.name == "next_token":
-            result["perplexity"] = math.exp(min(result["loss"], 700.0))  # exp overflows above
+            result["perplexity"] = math.exp(min(result["loss"], math.log(MAX_METRIC) - 1))
         return result
 
     def set_reference(self, reference: Reference) -> None:

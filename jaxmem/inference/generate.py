@@ -27,6 +27,7 @@ from jaxmem.typing import Tree
 
 MIN_LENGTH = 16  # the shortest length that is compiled
 ENDED = -1  # in place of a token: the text has ended before
+MIN_TEMPERATURE = float(jnp.finfo(jnp.float32).tiny)
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Sampling:
         logits = logits.astype(jnp.float32)
         if self.temperature == 0.0:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        logits = logits / self.temperature
+        # The largest is 0, so that a low temperature makes the others infinite, not this one.
+        logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / max(self.temperature, MIN_TEMPERATURE)
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             logits = jnp.where(logits < jax.lax.top_k(logits, self.top_k)[0][..., -1:], -jnp.inf, logits)
         if self.top_p < 1.0:

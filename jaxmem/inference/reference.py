@@ -1,7 +1,7 @@
 """DPO's reference log-probabilities: computed once with the initial weights, then read from a file.
 
-The file has 8 bytes per preference pair, and replaces a second model in memory. It also has fingerprints of the
-weights, the tokens and the sequence length; a file with other fingerprints is refused.
+The file has 8 bytes per preference pair, and replaces a second model in memory. It also has fingerprints of the model
+(its settings and weights), the tokens and the sequence length; a file with other fingerprints is refused.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxmem.checkpoint.record import checksum
-from jaxmem.config import Config, Data
+from jaxmem.config import Config, Data, Model
 from jaxmem.data.corpus import Corpus
 from jaxmem.data.corpus import fingerprint as corpus_fingerprint
 from jaxmem.data.loader import Loader
@@ -24,11 +24,12 @@ from jaxmem.step.programs import Program
 from jaxmem.typing import Tree
 
 SUFFIX = ".reference.npz"
+NOT_OF_FUNCTION = {"preset", "hf", "quantization", "dropout"}  # settings of a model that do not change its results
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Log-probabilities [pairs, 2], the preferred answer first; fingerprints of the data and of the weights."""
+    """Log-probabilities [pairs, 2], the preferred answer first; fingerprints of the data and of the model."""
 
     values: np.ndarray
     data: str
@@ -43,15 +44,15 @@ def reference_logprobs(program: Program, corpus: Corpus, params: Tree, identity:
         corpus: The data.
         params: The weights of the reference model, if the file is missing.
         identity: The data's fingerprint.
-        weights: In a resumed run the fingerprint of its initial weights, since `params` have changed.
+        weights: In a resumed run the fingerprint of its initial model, since `params` have changed.
     """
     cfg = program.cfg
     file = file_for(cfg.data)
     data = _identity(cfg.data, identity)
     if any_process(file.is_file()):
         stored = read(file)
-        expected = weights or fingerprint(params)
-        problem = "other data" if stored.data != data else "other weights" if stored.weights != expected else None
+        expected = weights or fingerprint(cfg.model, params)
+        problem = "other data" if stored.data != data else "another model" if stored.weights != expected else None
         if problem or len(stored.values) != len(corpus.sources[0]):
             raise UserError(
                 f"{file}: was computed with {problem or 'another number of pairs'}; remove it, or set"
@@ -63,7 +64,7 @@ def reference_logprobs(program: Program, corpus: Corpus, params: Tree, identity:
             f"{file} is missing; it was computed from the weights before training, which are no longer available; copy "
             "it from a backup, or start a new run"
         )
-    computed = Reference(_compute(program, corpus, params), data, fingerprint(params))
+    computed = Reference(_compute(program, corpus, params), data, fingerprint(cfg.model, params))
     if jax.process_index() == 0:
         _write(file, computed)
     gather(None)  # waits until all processes can read the file
@@ -109,9 +110,10 @@ def read(file: Path) -> Reference:
         ) from error
 
 
-def fingerprint(params: Tree) -> str:
-    """A hash of weights, the same on any mesh."""
+def fingerprint(model: Model, params: Tree) -> str:
+    """A hash of a model's settings and weights, the same on any mesh."""
     digest = hashlib.blake2b(digest_size=16)
+    digest.update(model.model_dump_json(exclude=NOT_OF_FUNCTION).encode())
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape} {checksum(leaf)}\0".encode())
     return digest.hexdigest()

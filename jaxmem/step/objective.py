@@ -86,7 +86,7 @@ def objective_of(complete: config.Config) -> Objective:
     return Objective(*parts[cfg.name], needs_all_rows=cfg.name == "contrastive", count_losses=counts.get(cfg.name, len))
 
 
-def means(sums: Sums) -> dict[str, jax.Array]:
+def means(sums: Mapping[str, jax.Array | float]) -> dict[str, jax.Array]:
     """The mean `loss`, and `accuracy`, `margin`, statistics of routers and the metrics of a script if there are any."""
     count = jnp.maximum(sums["count"], 1.0)
     return {_NAMES.get(kind, kind): total / count for kind, total in sums.items() if kind != "count"}

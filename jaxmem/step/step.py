@@ -69,7 +69,7 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
         metrics = _metrics(spec, state, sums, squares)
         norm = metrics["gradient_norm"]
         can_skip = state.loss_scale is not None or cfg.train.on_nan == "skip"
-        finite = jnp.isfinite(norm) if can_skip else None
+        finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"]) if can_skip else None
         params, opt_state = _update(spec, state, grads, norm, write, after, finite)
         scale = None
         if finite is not None and state.loss_scale is not None:

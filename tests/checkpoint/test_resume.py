@@ -91,6 +91,15 @@ def test_a_source_more_and_another_family() -> None:
     assert "model.family was convnet, is mlp" in changed(OLD, config(model={"family": "mlp"}))
 
 
+def test_the_order_of_patterns_is_fixed() -> None:
+    """The first pattern that matches applies."""
+    alphas = {"*.q": 8.0, "blocks.*": 4.0}
+    before = config(adapter__alpha_pattern=alphas)
+    assert changed(json.loads(json.dumps(before)), config(adapter__alpha_pattern={**alphas})) == []
+    [line] = changed(before, config(adapter__alpha_pattern={"blocks.*": 4.0, "*.q": 8.0}))
+    assert line == "adapter.alpha_pattern was {*.q: 8, blocks.*: 4}, is {blocks.*: 4, *.q: 8}"
+
+
 def test_fields_of_the_table_exist() -> None:
     fields = set()
 
@@ -118,9 +127,17 @@ def test_refusal_says_what_to_do() -> None:
 
 @pytest.mark.parametrize(
     ("field", "other", "refused"),
-    [("clip", 0.5, None), ("clip_by", "weight", "previous"), ("weight_decay", 0.2, 0.0)],
+    [
+        ("optimizer.clip", 0.5, None),
+        ("optimizer.clip_by", "weight", "previous"),
+        ("optimizer.weight_decay", 0.2, 0.0),
+        ("optimizer.momentum", 0.0, 0.9),
+        ("optimizer.project_embeddings", False, True),
+        ("precision.loss_scale", "none", "dynamic"),
+    ],
 )
 def test_settings_with_which_the_optimizer_state_has_other_arrays(field: str, other: object, refused: object) -> None:
-    refuse_changes(OLD, config(**{f"optimizer__{field}": other}), "runs/x")
-    with pytest.raises(UserError, match=rf"optimizer.{field} was .*, is {as_yaml(refused)}; undo"):
-        refuse_changes(OLD, config(**{f"optimizer__{field}": refused}), "runs/x")
+    key = field.replace(".", "__")
+    refuse_changes(OLD, config(**{key: other}), "runs/x")
+    with pytest.raises(UserError, match=rf"{field} was .*, is {as_yaml(refused)}; undo"):
+        refuse_changes(OLD, config(**{key: refused}), "runs/x")

@@ -236,6 +236,13 @@ def test_a_config_is_hashable_in_every_form(override, tmp_path):
     assert {cfg: 1}[again] == 1
 
 
+def test_configs_whose_patterns_have_another_order_differ():
+    """The first pattern that matches applies."""
+    ranks = ["'*.q': 2, '*': 5", "'*': 5, '*.q': 2"]
+    first, second = (load_config(TINY, [f"adapter={{kind: lora, targets: {{{text}}}}}"]) for text in ranks)
+    assert first != second
+
+
 def test_importing_sections_loads_nothing_that_reads_or_checks_them():
     code = (
         "import sys, jaxmem.config.sections; print(*sorted(m for m in sys.modules if m.startswith('jaxmem.config.')))"

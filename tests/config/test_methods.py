@@ -49,6 +49,9 @@ def test_settings_are_saved_without_defaults(hf: Path, tmp_path: Path) -> None:
     assert saved["model"] == {"hf": str(hf)}
     assert saved["data"]["source"] == "chat", "a fine-tuned model is not trained on source code"
     assert set(saved) == {"name", "model", "data", "batch", "mesh", "memory", "optimizer", "adapter", "train"}
+    of_bytes = run_config(hf, ["data.tokenizer=bytes", "data.source=stdlib", "data.path=null"])
+    save_settings(of_bytes, file)
+    assert load_config(file) == of_bytes  # not the tokenizer of the directory
 
 
 def test_rows_are_at_most_as_long_as_the_model_was_trained_on(hf: Path) -> None:

@@ -82,6 +82,12 @@ def test_what_may_be_drawn() -> None:
     assert draws(logits, top_k=3, top_p=0.45) == {0}
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-300])
+def test_the_lowest_temperatures_are_greedy(temperature) -> None:
+    logits = jnp.asarray([[1.0, 2.0, 50.0, 3.0]])
+    assert Sampling(temperature).sample(logits, jax.random.key(0)).tolist() == [2]
+
+
 @pytest.mark.parametrize("own", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
 def test_invalid_sampling_is_refused(own) -> None:
     with pytest.raises(UserError):
@@ -97,6 +103,14 @@ def test_pieces_end_before_a_stop_and_never_show_a_part_of_it() -> None:
     assert said[:3] == ["a", "b", ""]
     assert "".join(decode_stream(spell, b"no stop<e", ["<end>"])) == "no stop<e"
     assert "".join(decode_stream(spell, b"no stop<e\xc3", ["<end>"])) == "no stop<e"  # half of a character at the end
+
+
+@pytest.mark.parametrize(("stop", "is_cut"), [("d", False), ("e", True)])
+def test_an_answer_that_a_stop_ends_at_its_last_token_is_not_cut(model: Path, monkeypatch, stop, is_cut) -> None:
+    generator = TextGenerator(model, tokens=4, stops=[stop])
+    monkeypatch.setattr(generator, "_conversation", lambda *_: iter(b"abcd"))
+    assert "".join(generator.answer([{"role": "user", "content": "hello"}])) == ("abcd" if is_cut else "abc")
+    assert generator.is_cut == is_cut
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -141,6 +155,11 @@ def test_commands(model: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     code, _, err = run(capsys, "evaluate", str(model))
     assert (code, err.count("\n")) == (2, 1)
     assert "use --data FILE" in err
+
+
+def test_a_prompt_ends_where_its_line_ends(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_bytes("one\u2028two\x0cthree\r\n\nfour".encode())
+    assert read_prompts(tmp_path / "p.txt") == ["one\u2028two\x0cthree", "four"]
 
 
 @pytest.mark.parametrize(

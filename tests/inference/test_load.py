@@ -12,12 +12,13 @@ from flax import nnx
 
 from jaxmem import hf, models
 from jaxmem.checkpoint.manager import Checkpoints
+from jaxmem.checkpoint.metrics import parse_row
 from jaxmem.checkpoint.resume import refuse_changes
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.cli.start import load
 from jaxmem.config import Decoder, load_config, save_config
 from jaxmem.config.hub import is_tokenizer_of
-from jaxmem.inference.evaluate import _settings_of, evaluate
+from jaxmem.inference.evaluate import Evaluator, _settings_of, evaluate
 from jaxmem.inference.export import export_model
 from jaxmem.inference.generate import Generator
 from jaxmem.inference.load import initial_state, model_config, open_model
@@ -145,3 +146,19 @@ def test_an_evaluation_names_the_records_that_it_skips(base: Path, tmp_path: Pat
     (file := tmp_path / "texts.jsonl").write_text('{"text": "some words"}\n{\n')
     evaluate(base, str(file), ["data.on_invalid=skip", "data.sequence_length=16"])
     assert capsys.readouterr().err == "of 2 documents read: 1 invalid ones skipped\n"
+
+
+def test_the_sums_of_an_evaluation_are_not_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum in float32 would stay at 2^30."""
+    (tmp_path / "a.txt").write_text("x" * 160)
+    data = {"source": "text", "path": str(tmp_path / "a.txt"), "sequence_length": 4}
+    built = program(load_config(settings(data=data)), jax.devices()[:1])
+    losses = [2.0**30, *[32.0] * 8, -(2.0**30)]
+    batches = iter(losses)
+    sums = lambda *_: {"loss": np.float32(next(batches)), "count": np.float32(1)}  # noqa: E731
+    monkeypatch.setattr(Program, "compiled_evaluate", sums)
+    with Evaluator(built, split="all") as evaluator:
+        assert evaluator(None, len(losses))["loss"] == pytest.approx(8 * 32 / len(losses))
+        batches = iter([1e30])
+        row = {"step": 1, **evaluator(None, 1)}
+    assert parse_row(json.dumps(row)) == row  # also with the largest perplexity

@@ -1,14 +1,18 @@
 """Loss scaling and stochastic rounding in the step: what is left out, what still moves."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxmem import optim
+from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.errors import UserError
 from jaxmem.quant.precision import rounded
 from jaxmem.step import state as states
+from jaxmem.step.programs import program
 from tests.step.conftest import Trained, config
 
 HALF = {"compute": "float16", "loss_scale": "dynamic"}
@@ -31,6 +35,16 @@ def test_a_scale_never_falls_below_one_and_a_fixed_one_never_moves():
     assert float(state.scale) == states.MIN_SCALE
     fixed = states.next_loss_scale(states.initial_loss_scale(1024.0), jnp.asarray(False), dynamic=False)
     assert (float(fixed.scale), int(fixed.skipped)) == (1024.0, 1)
+
+
+@pytest.mark.parametrize(("setting", "expected"), [(256.0, 256.0), ("dynamic", 1024.0)])
+def test_a_resumed_run_has_the_constant_scale_of_its_config(setting, expected):
+    built = program(config(precision={**HALF, "loss_scale": setting}), jax.devices()[:1])
+    state = built.initialise()
+    before = dataclasses.replace(state.loss_scale, scale=jnp.float32(1024.0))
+    saved = dataclasses.replace(state, loss_scale=before)
+    resumed = SavedState(built).complete(saved, built.cfg.model_dump(mode="json"))
+    assert float(resumed.loss_scale.scale) == expected
 
 
 @pytest.mark.exhaustive

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmem.config.methods import config_with
 from jaxmem.config.sections import Train
 from jaxmem.errors import UserError
 from jaxmem.step import nonfinite
@@ -101,6 +102,17 @@ def test_an_update_that_is_no_number_is_left_out_and_counted():
     assert "update skipped" in progress.lines[0]
     with pytest.raises(UserError, match=r"loss is nan at step 3.* first non-finite: (head|norm)"):
         telemetry.flush()
+
+
+def test_an_update_of_a_loss_that_is_no_number_is_skipped_even_if_its_gradients_are_finite():
+    def loss(model, batch):
+        return jnp.mean(jnp.square(model.embedding.weight)) + jnp.log(-jnp.ones(()))
+
+    cfg = config_with(config(train={"steps": 10, "on_nan": "skip"}), loss=loss)
+    trained = Trained(cfg, updates=1)
+    assert np.isfinite(trained.metrics[0]["gradient_norm"])
+    assert trained.metrics[0]["skipped"] == 1
+    jax.tree.map(np.testing.assert_array_equal, trained.params, trained.first)
 
 
 def overflow(scale):

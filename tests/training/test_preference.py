@@ -109,7 +109,7 @@ def test_the_margin_grows_from_a_reference_that_is_kept(config, tmp_path):
     for prompt, both in zip(prompts[0::2], batch["reference"].reshape(-1, 2), strict=True):
         np.testing.assert_array_equal(both, kept.values[int(prompt)])
     assert run(cfg, jax.devices()[:1]).step == 3  # whose weights are no longer those of the reference
-    with pytest.raises(UserError, match=r"reference.npz: was computed with other weights; remove it, or set data.ref"):
+    with pytest.raises(UserError, match=r"reference.npz: was computed with another model; remove it, or set data.ref"):
         run(config(name="y", seed=1), jax.devices()[:1])
     assert not (tmp_path / "y/config.yaml").exists()
     file_for(cfg.data).write_bytes(b"x")
@@ -134,6 +134,9 @@ def test_other_data_than_that_of_the_reference_is_refused(config, tmp_path):
             reference_of(config(data={**section, **changes}))
     with pytest.raises(UserError, match=r"pairs\.jsonl\.reference\.npz is missing; evaluate a DPO run on the data"):
         reference_of(config())
+    turned = program(config(data=section, model={**MODEL, "rope": {"theta": 100.0}}), jax.devices()[:1])
+    with pytest.raises(UserError, match=r"reference\.npz: was computed with another model"):  # of the same weights
+        reference_logprobs(turned, Corpus(cfg), built.initialise().params, fingerprint(cfg), None)
 
 
 @pytest.mark.parametrize(
