@@ -44,12 +44,10 @@ class Evaluator(AbstractContextManager["Evaluator"]):
     def __call__(self, params: Tree, batches: int | None = None) -> Means:
         """Means over `batches` batches, by default all."""
         self._loader.rewind()
-        total: dict[str, float] = {}
-        for batch in islice(self._loader, batches):
-            sums = serialized(self._sums(params, self._program.place(batch)))
-            for name, value in sums.items():  # in float64: a count of tokens in float32 is rounded above 2^24
-                total[name] = total.get(name, 0.0) + float(value)
-        if not total or not total["count"]:
+        sums = [serialized(self._sums(params, self._program.place(batch))) for batch in islice(self._loader, batches)]
+        # In float64: a count of tokens in float32 is rounded above 2^24.
+        total = {name: math.fsum(float(of_batch[name]) for of_batch in sums) for name in (sums[0] if sums else ())}
+        if not total.get("count"):
             reason = "; ".join(self._loader.corpus.summary()) or "data.held_out selects no document; increase it"
             raise UserError(f"the held-out data has no token to evaluate on: {reason}")
         result = {name: float(value) for name, value in means(total).items()}
