@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 # The 16 quantiles of a normal distribution: Dettmers et al., arXiv:2305.14314, appendix E, in float32.
 NF4 = (
@@ -14,6 +17,15 @@ _FP4 = (0.0, 0.0052083333, 2 / 3, 1.0, 1 / 3, 0.5, 1 / 6, 0.25)  # three lower b
 FP4 = (*_FP4, *(-value for value in _FP4))
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_E2M1, *(-value for value in _E2M1))  # 1 sign, 2 exponent, 1 mantissa bit (OCP Microscaling Formats 1.0)
+
+
+def absmax(
+    x: Float[Array, "*shape"], over: int | tuple[int, ...], *, keepdims: bool = False
+) -> Float[Array, "*reduced"]:
+    """The largest absolute value of float32 values, 0 of none, and NaN if any is NaN. They are compared as integers,
+    where NaN is above all numbers: XLA's maximum of floats ignores NaN on a CPU."""
+    bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+    return jax.lax.bitcast_convert_type(jnp.max(bits, axis=over, keepdims=keepdims, initial=0), jnp.float32)
 
 
 @dataclass(frozen=True)

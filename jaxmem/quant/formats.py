@@ -110,7 +110,7 @@ class Microscaled(Codebook):
 
     def scale_codes(self, absmax: Values) -> UInt8[Array, "*shape"]:
         """The E8M0 scales of blocks: the least powers of two with which no value exceeds the largest of the format."""
-        bits = jax.lax.bitcast_convert_type(absmax / max(self.values), jnp.int32)
+        bits = jax.lax.bitcast_convert_type(absmax / max(self.values), jnp.uint32)  # the sum exceeds int32 for NaN
         return jnp.minimum((bits + (1 << 23) - 1) >> 23, 255).astype(jnp.uint8)  # 255: NaN or infinite
 
 

@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, Shaped, UInt32
 
 from jaxmem.errors import UserError, nearest
+from jaxmem.kernels.codes import absmax
 from jaxmem.quant.formats import FORMATS, Microscaled, power_of_two
 from jaxmem.quant.packing import pack, unpack, values_per_group
 from jaxmem.typing import Tree
@@ -154,13 +155,9 @@ def quantize(
     values = _split_blocks(x.astype(jnp.float32), along, block)
     dim = values.ndim + along
     over: Any = (dim,) if axis is not None else tuple(range(values.ndim))
-    if form.affine:
-        low = jnp.min(values, axis=over, keepdims=True, initial=jnp.inf)
-        largest = jnp.max(values, axis=over, keepdims=True, initial=-jnp.inf) - low
-        values = values - low
-    else:
-        low = None
-        largest = jnp.max(jnp.abs(values), axis=over, keepdims=True, initial=0.0)
+    low = jnp.min(values, axis=over, keepdims=True, initial=jnp.inf) if form.affine else None
+    values = values if low is None else values - low
+    largest = absmax(values, over, keepdims=True)
     scale: Any = largest  # as it is stored
     divisor = largest
     if isinstance(form, Microscaled):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.kernels.codes import dynamic_code
+from jaxmem.kernels.codes import absmax, dynamic_code
 from jaxmem.kernels.draws import uniform
 
 from . import AdamHyperparameters, Moments8, ScaleBlocks, blocked, lines
@@ -55,9 +55,7 @@ def int8_add(
 def _encoded(
     x: jax.Array, blocks: ScaleBlocks, encode: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    # The maximum of the bits, as integers, with NaN above all numbers: XLA's maximum of floats ignores NaN on a CPU.
-    most = jnp.max(jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32), axis=1)
-    most = jax.lax.bitcast_convert_type(most, jnp.float32)
+    most = absmax(x, 1)
     inverse = jnp.where(most > 0, 1 / jnp.where(most > 0, most, 1), 0)
     return encode(x * _over_block(inverse, blocks)), most
 
