@@ -50,7 +50,9 @@ class Adapter(Section):
         "patterns of layers (blocks[-2:].*: the last two), or {pattern: rank}, where the first match applies;"
         " with adapter.kind=patterns: patterns of weight names",
     )
-    dropout: Fraction = setting(0.0, "dropout of the input of an adapter")
+    dropout: Fraction = setting(
+        0.0, "dropout of the input of an adapter in a block; adapters of other layers have none"
+    )
     base: StoredFormat | None = setting(
         None,
         "stored format of the frozen weights; null: with qlora the format of model.hf if it is quantized, else nf4;"

@@ -213,7 +213,7 @@ def _quantize_scales(scale: jax.Array, axis: int, group: int) -> QTensor:
     mean = jnp.mean(scale, axis=tuple(sorted(matrix)), keepdims=True)
     size = scale.shape[axis]
     groups = max(1, -(-size // group))
-    return dataclasses.replace(quantize(scale - mean, "dynamic8", -(-size // groups), axis), offset=mean)
+    return dataclasses.replace(quantize(scale - mean, "dynamic8", max(1, -(-size // groups)), axis), offset=mean)
 
 
 def _split_blocks(x: jax.Array, axis: int, block: int) -> jax.Array:

@@ -214,8 +214,9 @@ def test_a_short_last_block_has_the_range_of_its_own_values():
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (1,), (1, 1)])
 @pytest.mark.parametrize("name", ["int8", "uint4", "nf4"])
-def test_empty_arrays_and_single_values(shape, name):
-    q = quantize(jnp.ones(shape), name)
+@pytest.mark.parametrize("double_quant", [False, True])
+def test_empty_arrays_and_single_values(shape, name, double_quant):
+    q = quantize(jnp.ones(shape), name, double_quant=double_quant)
     np.testing.assert_allclose(q.dequantize(), np.ones(shape), rtol=1e-6)
 
 
