@@ -13,6 +13,7 @@ Each block of values is scaled into the range of the format, by its absmax (symm
     dynamic4, udynamic4    the same in 4 bits (8-bit optimizers: Dettmers et al., arXiv:2110.02861)
 
 Stochastic rounding chooses one of the two neighbouring values at random, so that the expectation is the original value.
+The dynamic formats have no code for -1: values below their lowest one, -0.993 in 8 bits, are rounded up to it.
 """
 
 from dataclasses import dataclass
