@@ -165,6 +165,8 @@ def _sizes(cfg: Config) -> Iterator[str]:
     if precision.block_size is not None and not (precision.is_quantized or cfg.base_precision.is_quantized):
         given = f"precision.block_size={precision.block_size}"
         yield f"{given} requires quantized parameters, not {parameters}; use precision.block_size=null"
+    if precision.parameters.startswith("dynamic"):  # they have no code for -absmax, which each update would reduce
+        yield f"{parameters} does not support training; use int8 or nf4, or adapter.base={precision.parameters}"
 
 
 def _mesh(cfg: Config) -> Iterator[str]:

@@ -253,6 +253,11 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (TEXT, ["rules.optimizer=[fsdp]"], "rules.optimizer[0]=fsdp must be replica"),
         (PICTURES, ["rules.vocab=[]"], "model.family=vit ... rules.embed, heads, kv_heads or mlp"),
         (TEXT, ["rules.heads=[]"], "rules.kv_heads=[tensor] ... rules.heads=[] ... tensor in both or neither"),
+        (
+            TEXT,
+            ["precision.parameters=dynamic4"],
+            "dynamic4 does not support training; use int8 or nf4, or adapter.base",
+        ),
         (TEXT, ["mesh.stage=0"], "mesh.stage=0 ... use mesh.stage=1, or -1"),
     ],
 )
