@@ -107,3 +107,34 @@ def test_no_token_predicts_the_next_document_or_padding() -> None:
     targets = {"inputs": tokens, "targets": tokens, "segment_ids": segments}
     assert with_defaults(targets)["mask"].ravel().tolist() == [1, 1, 1, 1, 0, 0]
     assert with_defaults({**targets, "mask": segments})["mask"] is segments
+
+
+def test_the_last_token_of_a_document_has_no_target_though_the_mask_of_a_script_is_1() -> None:
+    tokens = np.arange(6, dtype=np.int32).reshape(1, 1, 6)
+    segments = np.array([[[1, 1, 2, 2, 0, 0]]], np.int32)
+    ones = np.ones((1, 1, 6), np.float32)
+    assert with_defaults({"inputs": tokens, "mask": ones})["mask"].ravel().tolist() == [1, 1, 1, 1, 1, 0]
+    packed = with_defaults({"inputs": tokens, "mask": ones, "segment_ids": segments})
+    assert packed["mask"].ravel().tolist() == [1, 0, 1, 0, 0, 0]
+
+
+def test_positions_begin_at_0_in_each_document() -> None:
+    segments = np.array([[[1, 2, 2, 2, 0, 0], [3, 3, 1, 2, 2, 2]]], np.uint8)
+    batch = with_defaults({"inputs": np.zeros((1, 2, 6), np.int32), "segment_ids": segments})
+    assert batch["positions"].tolist() == [[[0, 0, 1, 2, 0, 1], [0, 1, 0, 0, 1, 2]]]
+
+
+def test_tokens_outside_of_the_vocabulary_are_refused() -> None:
+    tokens = np.zeros((2, 4), np.int32)
+    ignored = np.array([[5, -100, 7, 8]] * 2, np.int32)
+
+    def first(**arrays: np.ndarray) -> dict[str, np.ndarray]:
+        return next(UserLoader(config_with(RAW, data=[{"inputs": tokens, **arrays}]), "train", range(2)))
+
+    assert first(targets=ignored)["mask"].tolist() == [[[1, 0, 1, 1]] * 2]
+    with pytest.raises(UserError, match="data: batch 1: inputs has the token 264, not one of 0 to .* 263$"):
+        first(inputs=tokens + 264)
+    with pytest.raises(UserError, match="batch 1: targets has the token -100, .*; set its mask to 0"):
+        first(targets=ignored, mask=np.ones((2, 4)))
+    with pytest.raises(UserError, match=r"mask has shape \[2, 3\], not \[2, 4\]"):
+        first(mask=np.ones((2, 3)))
