@@ -47,8 +47,14 @@ def find_files(path: str | None, source: str, suffixes: Sequence[str] = ()) -> l
 
 
 def _below(root: Path) -> Iterator[Path]:
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+    for folder, folders, names in os.walk(root, followlinks=True):
+        here = Path(folder).resolve()
+        # A link to a directory that contains it has no end.
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith(".") and not here.is_relative_to(Path(folder, name).resolve())
+        ]
         yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
