@@ -132,9 +132,9 @@ def test_tokens_outside_of_the_vocabulary_are_refused() -> None:
         return next(UserLoader(config_with(RAW, data=[{"inputs": tokens, **arrays}]), "train", range(2)))
 
     assert first(targets=ignored)["mask"].tolist() == [[[1, 0, 1, 1]] * 2]
-    with pytest.raises(UserError, match="data: batch 1: inputs has the token 264, not one of 0 to .* 263$"):
+    with pytest.raises(UserError, match=r"data: batch 1: inputs has the token 264, not one of 0 to .* 263$"):
         first(inputs=tokens + 264)
-    with pytest.raises(UserError, match="batch 1: targets has the token -100, .*; set its mask to 0"):
+    with pytest.raises(UserError, match=r"batch 1: targets has the token -100, .*; set its mask to 0"):
         first(targets=ignored, mask=np.ones((2, 4)))
     with pytest.raises(UserError, match=r"mask has shape \[2, 3\], not \[2, 4\]"):
         first(mask=np.ones((2, 3)))
