@@ -98,6 +98,13 @@ class UserLoader(AbstractContextManager["UserLoader"]):
         if self._cfg.reads_text:
             self._check_tokens("inputs", batch["inputs"])
             self._check_tokens("targets", np.where(batch["mask"] > 0, batch["targets"], 0))
+            segments = batch["segment_ids"]
+            begins = (segments[..., 1:] != segments[..., :-1]) & (segments[..., 1:] > 0)  # a document, within a row
+            if begins.any() and not self._cfg.data.packing:
+                raise UserError(
+                    f"{self._batches.argument}: batch {self._count}: segment_ids has a document that begins within a"
+                    " row; use data.packing=true"
+                )
         return {name: batch[name].astype(dtype, copy=False) for name, (_, dtype, _) in self._spec.items()}
 
     def _check_shape(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:

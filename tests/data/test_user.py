@@ -138,3 +138,16 @@ def test_tokens_outside_of_the_vocabulary_are_refused() -> None:
         first(targets=ignored, mask=np.ones((2, 4)))
     with pytest.raises(UserError, match=r"mask has shape \[2, 3\], not \[2, 4\]"):
         first(mask=np.ones((2, 3)))
+
+
+def test_documents_that_begin_within_a_row_require_packing() -> None:
+    def first(packing: bool, segments: list[int]) -> np.ndarray:
+        raw = {**RAW, "data": {"sequence_length": 4, "packing": packing}}
+        batch = {"inputs": np.zeros((2, 4), np.int32), "segment_ids": np.array([segments] * 2)}
+        return next(UserLoader(config_with(raw, data=[batch]), "train", range(2)))["segment_ids"]
+
+    assert first(True, [1, 1, 2, 0])[0, 0].tolist() == [1, 1, 2, 0]
+    assert first(False, [7, 7, 0, 0])[0, 0].tolist() == [7, 7, 0, 0]
+    for segments in ([1, 1, 2, 0], [0, 1, 1, 1]):
+        with pytest.raises(UserError, match="batch 1: segment_ids has a document that begins within a row"):
+            first(False, segments)
