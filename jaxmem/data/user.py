@@ -96,15 +96,9 @@ class UserLoader(AbstractContextManager["UserLoader"]):
                 f"{self._batches.argument}: batch {self._count} has the arrays {names}; expected {expected}"
             )
         if self._cfg.reads_text:
-            self._check_tokens("inputs", batch["inputs"])
-            self._check_tokens("targets", np.where(batch["mask"] > 0, batch["targets"], 0))
-            segments = batch["segment_ids"]
-            begins = (segments[..., 1:] != segments[..., :-1]) & (segments[..., 1:] > 0)  # a document, within a row
-            if begins.any() and not self._cfg.data.packing:
-                raise UserError(
-                    f"{self._batches.argument}: batch {self._count}: segment_ids has a document that begins within a"
-                    " row; use data.packing=true"
-                )
+            self._check_text(batch)
+        elif self._cfg.objective.name == "classify":
+            self._check_targets(batch, "outputs")
         return {name: batch[name].astype(dtype, copy=False) for name, (_, dtype, _) in self._spec.items()}
 
     def _check_shape(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
@@ -114,14 +108,30 @@ class UserLoader(AbstractContextManager["UserLoader"]):
                 "the first dimension must be this process's share of batch.global_size"
             )
 
-    def _check_tokens(self, name: str, tokens: np.ndarray) -> None:
-        vocab = getattr(self._cfg.model, "vocab", None)
-        if vocab is not None and (tokens.min() < 0 or tokens.max() >= vocab):
-            token = tokens.min() if tokens.min() < 0 else tokens.max()
-            use = "; set its mask to 0" if name == "targets" else ""
+    def _check_text(self, batch: Batch) -> None:
+        self._check_numbers("inputs", batch["inputs"], "vocab")
+        self._check_targets(batch, "vocab")
+        segments = batch["segment_ids"]
+        begins = (segments[..., 1:] != segments[..., :-1]) & (segments[..., 1:] > 0)  # a document, within a row
+        if begins.any() and not self._cfg.data.packing:
             raise UserError(
-                f"{self._batches.argument}: batch {self._count}: {name} has the token {token}, not one of 0 to"
-                f" model.vocab - 1 = {vocab - 1}{use}"
+                f"{self._batches.argument}: batch {self._count}: segment_ids has a document that begins within a row;"
+                " use data.packing=true"
+            )
+
+    def _check_targets(self, batch: Batch, key: str) -> None:
+        self._check_numbers("targets", np.where(batch["mask"] > 0, batch["targets"], 0), key, ", or set its mask to 0")
+
+    def _check_numbers(self, name: str, values: np.ndarray, key: str, use: str = "") -> None:
+        """Refuses tokens or classes that the model does not have: losses would ignore them, with finite values."""
+        count = getattr(self._cfg.model, key, None)
+        if count is None:  # a model of the script
+            return
+        wrong = values[(values < 0) | (values >= count)]
+        if wrong.size:
+            raise UserError(
+                f"{self._batches.argument}: batch {self._count}: {name} has the value {wrong[0]}; with"
+                f" model.{key}={count} use 0 to {count - 1}{use}"
             )
 
     def state(self) -> Position:

@@ -132,9 +132,9 @@ def test_tokens_outside_of_the_vocabulary_are_refused() -> None:
         return next(UserLoader(config_with(RAW, data=[{"inputs": tokens, **arrays}]), "train", range(2)))
 
     assert first(targets=ignored)["mask"].tolist() == [[[1, 0, 1, 1]] * 2]
-    with pytest.raises(UserError, match=r"data: batch 1: inputs has the token 264, not one of 0 to .* 263$"):
+    with pytest.raises(UserError, match=r"data: batch 1: inputs has the value 264; with model.vocab=264 use 0 to 263$"):
         first(inputs=tokens + 264)
-    with pytest.raises(UserError, match=r"batch 1: targets has the token -100, .*; set its mask to 0"):
+    with pytest.raises(UserError, match=r"batch 1: targets has the value -100; .*, or set its mask to 0"):
         first(targets=ignored, mask=np.ones((2, 4)))
     with pytest.raises(UserError, match=r"mask has shape \[2, 3\], not \[2, 4\]"):
         first(mask=np.ones((2, 3)))
@@ -151,3 +151,17 @@ def test_documents_that_begin_within_a_row_require_packing() -> None:
     for segments in ([1, 1, 2, 0], [0, 1, 1, 1]):
         with pytest.raises(UserError, match="batch 1: segment_ids has a document that begins within a row"):
             first(False, segments)
+
+
+def test_classes_that_the_model_does_not_have_are_refused() -> None:
+    model = {"family": "mlp", "layers": 1, "image_size": 2, "channels": 1, "outputs": 3}
+    raw = {"name": "x", "model": model, "objective": "classify", "batch": {"global_size": 2}, "train": {"steps": 1}}
+
+    def first(*classes: int, **arrays: Any) -> dict[str, np.ndarray]:
+        batch = {"inputs": np.zeros((2, 2, 2, 1), np.float32), "targets": np.array(classes), **arrays}
+        return next(UserLoader(config_with(raw, data=[batch]), "train", range(2)))
+
+    assert first(0, 2)["targets"].tolist() == [[0, 2]]
+    assert first(0, -1, mask=np.array([1, 0]))["mask"].tolist() == [[1, 0]]
+    with pytest.raises(UserError, match=r"targets has the value 3; with model.outputs=3 use 0 to 2, or set its mask"):
+        first(1, 3)
