@@ -82,14 +82,12 @@ def is_dataset(path: str) -> bool:
 
 
 @lru_cache
-def dataset_path(path: str, suffixes: Sequence[str]) -> str:
-    """Fetches the files of a dataset that end with one of `suffixes`. Returns their directory in the cache, or the
-    pattern of `path` there."""
-    repository, revision, inside, patterns = _dataset(path, suffixes)
+def fetched_files(path: str, suffixes: Sequence[str]) -> list[Path]:
+    """Fetches the files of a dataset that `dataset_files` names. Returns their paths in the cache."""
+    repository, revision, patterns = _dataset(path, suffixes)
     directory = Path(_fetch(repository, revision, patterns, f"data.path={path}", "dataset"))
     every = (file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
-    _matching(path, repository, every, patterns)
-    return str(directory / inside)
+    return [directory / name for name in _matching(path, repository, every, patterns)]
 
 
 @dataclass(frozen=True)
@@ -127,15 +125,16 @@ def dataset_files(path: str, suffixes: Sequence[str]) -> DatasetFiles:
     """The files of a dataset that end with one of `suffixes`, or match the pattern of `path`."""
     from huggingface_hub import HfApi
 
-    repository, revision, _, patterns = _dataset(path, suffixes)
+    repository, revision, patterns = _dataset(path, suffixes)
     with _explaining_errors(repository, revision, f"data.path={path}", "dataset"):
         info = HfApi().dataset_info(repository, revision=revision)
     every = (file.rfilename for file in info.siblings or ())
     return DatasetFiles(path, repository, str(info.sha), _matching(path, repository, every, patterns))
 
 
-def _dataset(path: str, suffixes: Sequence[str]) -> tuple[str, str | None, str, list[str]]:
-    """The id, the revision, the part and the patterns of files of a dataset."""
+def _dataset(path: str, suffixes: Sequence[str]) -> tuple[str, str | None, list[str]]:
+    """The id, the revision and the patterns of files of a dataset. `*` in a pattern includes directories, as in the
+    hub's own tools."""
     dataset_id = DATASET_ID.fullmatch(path.removeprefix(DATASETS))
     if dataset_id is None:
         raise UserError(
@@ -144,7 +143,7 @@ def _dataset(path: str, suffixes: Sequence[str]) -> tuple[str, str | None, str, 
     inside = (dataset_id[3] or "").rstrip("/")
     is_pattern = has_magic(inside) or bool(Path(inside).suffix)
     patterns = [inside] if is_pattern else [f"{inside}/*{end}".lstrip("/") for end in suffixes or ("",)]
-    return dataset_id[1], dataset_id[2], inside, patterns
+    return dataset_id[1], dataset_id[2], patterns
 
 
 def _matching(path: str, repository: str, names: Iterable[str], patterns: Sequence[str]) -> tuple[str, ...]:

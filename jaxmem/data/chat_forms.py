@@ -92,7 +92,7 @@ def _chat(messages: list[Message], record: JsonDict, start: int) -> Chat:
         plain.append({key: value for key, value in message.items() if key != "weight"})
     if not targets:
         raise InvalidRecordError("the conversation has no assistant message to train on; add one")
-    tools = _parsed(record.get("tools") or None)
+    tools = _parsed(record.get("tools") or None) or None  # "[]" too: a template may announce an empty list
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise InvalidRecordError("tools must be a list of JSON objects")
     options = record.get("chat_template_kwargs") or {}

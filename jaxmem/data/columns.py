@@ -54,7 +54,8 @@ class ColumnRows:
         return int(self._ends[-1])
 
     def record(self, index: int) -> JsonDict:
-        """A row. Values that JSON does not have, such as dates, are text."""
+        """A row. Values that JSON does not have, such as dates, are text. Fields of objects that are null are left out:
+        all objects of a column have the same fields, so a field that an object lacks is null in the file."""
         group, row = self._find(index)
         with self._lock:
             table = self.decoded(group).slice(row, 1)
@@ -64,7 +65,7 @@ class ColumnRows:
             values = {name: table.column(name)[0].as_py() for name in table.schema.names}
         except UnicodeDecodeError as error:
             raise InvalidRecordError(f"a string is not UTF-8: {error}") from error
-        return json.loads(json.dumps(values, default=str))
+        return {name: _without_nulls(value) for name, value in json.loads(json.dumps(values, default=str)).items()}
 
     def where(self, index: int) -> str:
         group, row = self._find(index)
@@ -113,6 +114,15 @@ class ColumnRows:
             if "string" not in kind:
                 raise UserError(f"{path}: data.field={self._field} has type {kind}; use a column of strings")
         return opened
+
+
+def _without_nulls(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _without_nulls(field) for key, field in value.items() if field is not None}
+        case list():
+            return [_without_nulls(item) for item in value]
+    return value
 
 
 class _RowGroups(NamedTuple):

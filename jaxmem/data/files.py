@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from jaxmem.config.hub import dataset_path, is_dataset
+from jaxmem.config.hub import fetched_files, is_dataset
 from jaxmem.errors import UserError, nearest, one_of
 
 OPEN_FILES = 64  # file descriptors that a source keeps open
@@ -27,7 +27,7 @@ def find_files(path: str | None, source: str, suffixes: Sequence[str] = ()) -> l
     if not path:
         raise UserError(f"data.source={source} requires data.path; set it to a file, a directory or a glob")
     if is_dataset(path):
-        path = dataset_path(path, tuple(suffixes))
+        return fetched_files(path, tuple(suffixes))
     place = Path(path).expanduser()
     if place.is_file():
         return [place]
@@ -47,8 +47,14 @@ def find_files(path: str | None, source: str, suffixes: Sequence[str] = ()) -> l
 
 
 def _below(root: Path) -> Iterator[Path]:
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+    for folder, folders, names in os.walk(root, followlinks=True):
+        here = Path(folder).resolve()
+        # A link to a directory that contains it has no end.
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith(".") and not here.is_relative_to(Path(folder, name).resolve())
+        ]
         yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 

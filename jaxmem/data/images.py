@@ -70,7 +70,9 @@ def read_image(path: Path, form: ImageForm) -> np.ndarray:
     except ImportError:
         raise UserError("images require Pillow; run pip install 'jaxmem[images]'") from None
     try:
-        with Image.open(path, formats=IMAGE_FORMATS) as image:
+        with Image.open(path, formats=IMAGE_FORMATS) as opened:
+            is_16_bit = opened.mode.startswith("I")  # of gray images, which `convert` would clip to 255
+            image = Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8)) if is_16_bit else opened
             fitted = ImageOps.fit(image.convert("L" if form.channels == 1 else "RGB"), (form.size, form.size))
     except Exception as error:  # Pillow raises errors of many types for damaged files
         use = f"remove the file, or convert it to {one_of(IMAGE_FORMATS)}"

@@ -84,7 +84,8 @@ class UserLoader(AbstractContextManager["UserLoader"]):
         count = self._cfg.batch.accumulate
         rows = len(self._rows) * count
         for name, array in arrays.items():
-            self._check_shape(name, array.shape, (rows, *array.shape[1:]))
+            dims = self._spec[name][0][2:] if name in self._spec else array.shape[1:]
+            self._check_shape(name, array.shape, (rows, *dims))
         batch = {name: array.reshape(count, -1, *array.shape[1:]) for name, array in arrays.items()}
         if self._cfg.objective.name != "own":
             batch = with_defaults(batch)
@@ -94,8 +95,10 @@ class UserLoader(AbstractContextManager["UserLoader"]):
             raise UserError(
                 f"{self._batches.argument}: batch {self._count} has the arrays {names}; expected {expected}"
             )
-        for name, (shape, _, _) in self._spec.items():
-            self._check_shape(name, (rows, *batch[name].shape[2:]), (rows, *shape[2:]))
+        if self._cfg.reads_text:
+            self._check_text(batch)
+        elif self._cfg.objective.name == "classify":
+            self._check_targets(batch, "outputs")
         return {name: batch[name].astype(dtype, copy=False) for name, (_, dtype, _) in self._spec.items()}
 
     def _check_shape(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
@@ -103,6 +106,32 @@ class UserLoader(AbstractContextManager["UserLoader"]):
             raise UserError(
                 f"{self._batches.argument}: batch {self._count}: {name} has shape {list(shape)}, not {list(expected)}; "
                 "the first dimension must be this process's share of batch.global_size"
+            )
+
+    def _check_text(self, batch: Batch) -> None:
+        self._check_numbers("inputs", batch["inputs"], "vocab")
+        self._check_targets(batch, "vocab")
+        segments = batch["segment_ids"]
+        begins = (segments[..., 1:] != segments[..., :-1]) & (segments[..., 1:] > 0)  # a document, within a row
+        if begins.any() and not self._cfg.data.packing:
+            raise UserError(
+                f"{self._batches.argument}: batch {self._count}: segment_ids has a document that begins within a row;"
+                " use data.packing=true"
+            )
+
+    def _check_targets(self, batch: Batch, key: str) -> None:
+        self._check_numbers("targets", np.where(batch["mask"] > 0, batch["targets"], 0), key, ", or set its mask to 0")
+
+    def _check_numbers(self, name: str, values: np.ndarray, key: str, use: str = "") -> None:
+        """Refuses tokens or classes that the model does not have: losses would ignore them, with finite values."""
+        count = getattr(self._cfg.model, key, None)
+        if count is None:  # a model of the script
+            return
+        wrong = values[(values < 0) | (values >= count)]
+        if wrong.size:
+            raise UserError(
+                f"{self._batches.argument}: batch {self._count}: {name} has the value {wrong[0]}; with"
+                f" model.{key}={count} use 0 to {count - 1}{use}"
             )
 
     def state(self) -> Position:
@@ -138,20 +167,26 @@ class UserLoader(AbstractContextManager["UserLoader"]):
 
 def with_defaults(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """A batch for one of jaxmem's losses of texts: `inputs` [..., time] suffice. The target of a token is the next
-    token; each row is one document."""
+    token of its document; each row is one document. Targets below 0 (-100 in PyTorch) have mask 0."""
     inputs = batch.get("inputs")
     if inputs is None or inputs.ndim != 3:
         return batch
     segments = batch.get("segment_ids", np.ones(inputs.shape, np.int32))
-    mask = segments > 0  # 0: padding
-    if "targets" not in batch:
-        mask[..., :-1] &= segments[..., :-1] == segments[..., 1:]
-        mask[..., -1] = False
+    is_target = segments > 0  # 0: padding
+    continues = segments[..., :-1] == segments[..., 1:]  # the next token belongs to the same document
+    if "targets" in batch:
+        is_target &= batch["targets"] >= 0
+    else:
+        is_target[..., :-1] &= continues
+        is_target[..., -1] = False
+        batch = {**batch, "mask": batch.get("mask", 1) * is_target}
+    index = np.arange(inputs.shape[-1], dtype=np.int32)
+    starts = np.where(continues, 0, index[1:])  # of the document of each token
     defaults = {
         "targets": np.concatenate([inputs[..., 1:], inputs[..., -1:]], axis=-1),
-        "positions": np.broadcast_to(np.arange(inputs.shape[-1], dtype=np.int32), inputs.shape),
+        "positions": index - np.pad(np.maximum.accumulate(starts, axis=-1), [(0, 0), (0, 0), (1, 0)]),
         "segment_ids": segments,
-        "mask": mask.astype(np.float32),
+        "mask": is_target,
     }
     return {**defaults, **batch}
 

@@ -89,10 +89,11 @@ def _scheduler(is_given: bool) -> Scheduler | None:
     scheduler is needed."""
     from jax._src import clusters  # not public; used by jax.distributed.initialize
 
-    if clusters.SlurmCluster.is_env_present():
-        return clusters.SlurmCluster
+    # First, as in JAX: on other hosts of a Slurm job, mpirun's processes have the variables of the daemon's step too.
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
         return clusters.OmpiCluster
+    if clusters.SlurmCluster.is_env_present():
+        return clusters.SlurmCluster
     if is_given:
         return None
     if "KUBERNETES_SERVICE_HOST" in os.environ and "JOB_COMPLETION_INDEX" in os.environ:

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxmem.checkpoint.record import checksum
 from jaxmem.config import Config, Data, Model
+from jaxmem.config.hub import is_dataset
 from jaxmem.data.corpus import Corpus
 from jaxmem.data.corpus import fingerprint as corpus_fingerprint
 from jaxmem.data.loader import Loader
@@ -92,7 +93,7 @@ def file_for(data: Data) -> Path:
     if data.reference_logprobs is not None:
         return Path(data.reference_logprobs).expanduser()
     path = Path(data.path or "").expanduser()
-    if any(letter in path.name for letter in "*?["):
+    if is_dataset(str(data.path)) or any(letter in path.name for letter in "*?["):
         raise UserError(f"data.path={data.path} names several files; set data.reference_logprobs to a file")
     return path.with_name(path.name + SUFFIX)
 

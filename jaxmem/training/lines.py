@@ -88,17 +88,16 @@ def data_line(data: Data, rows: int, steps: int, corpus: Corpus, tokens: float) 
     source = corpus.sources[0]
     if not tokens or len(corpus.sources) > 1 or source.documents_per_record > 1:
         return None
-    most = data.documents_per_row if data.packing else 1
-    in_update = rows * min(data.sequence_length / tokens, most)
+    in_update = rows * (min(data.sequence_length / tokens, data.documents_per_row) if data.packing else 1)
     if data.streaming:
         lines = [f"data: {len(source.names):,} files, one after the other; {source.noun} of about {tokens:,.0f} tokens"]
-        return "\n".join([*lines, *_padding_line(data, tokens, most)])
+        return "\n".join([*lines, *_padding_line(data, tokens)])
     records = max(round((1 - data.held_out) * len(source)), 1)
     passes = min(steps * in_update / records, data.epochs or float("inf"))
     digits = 0 if passes >= 10 else 1 if passes >= 0.1 else 3
     updates = f"{steps:,} updates are about {passes:,.{digits}f} passes over them"
     lines = [f"data: {records:,} {source.noun} of about {tokens:,.0f} tokens; {updates}"]
-    lines += _padding_line(data, tokens, most)
+    lines += _padding_line(data, tokens)
     if passes > MANY_PASSES:
         steps = max(round(FEW_PASSES * records / in_update), 1)
         lines.append(
@@ -108,8 +107,9 @@ def data_line(data: Data, rows: int, steps: int, corpus: Corpus, tokens: float) 
     return "\n".join(lines)
 
 
-def _padding_line(data: Data, tokens: float, most: int) -> list[str]:
+def _padding_line(data: Data, tokens: float) -> list[str]:
     """A warning if the largest number of documents per sequence leaves sequences padded."""
+    most = data.documents_per_row
     filled = most * tokens
     if not data.packing or filled > MIN_FILLED_SHARE * data.sequence_length:
         return []

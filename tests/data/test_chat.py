@@ -101,7 +101,7 @@ def test_which_messages_are_targets_and_tools() -> None:
     assert chat_of({"messages": [*HI, HI[0], unlearnt, *HI]}).targets == {1, 5}
     assert chat_of({"system": "s", "prompt": [*HI, HI[0]], "completion": HI[1:]}).targets == {4}
     assert chat_of({"messages": HI, "tools": '[{"name": "f"}]'}).tools == [{"name": "f"}]
-    assert chat_of({"messages": HI, "tools": []}).tools is None
+    assert [chat_of({"messages": HI, "tools": tools}).tools for tools in ([], "[]", "", None)] == [None] * 4
 
 
 def messages(**second: object) -> dict[str, object]:

@@ -57,6 +57,14 @@ def test_one_channel_is_brightness(folder):
     np.testing.assert_allclose(batch["inputs"][0, :, 0, 0, 0], levels[batch["targets"][0]], atol=1 / 255)
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_gray_images_of_16_bits_are_not_clipped(tmp_path, channels):
+    values = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    Image.fromarray(values).save(tmp_path / "x.png")
+    pixels = read_image(tmp_path / "x.png", ImageForm(8, channels, np.float32))
+    np.testing.assert_allclose(pixels, np.broadcast_to(values[..., None] / 65535, (8, 8, channels)), atol=1 / 255)
+
+
 @pytest.mark.exhaustive
 def test_a_classifier_learns_the_colors(folder, tmp_path):
     found = run(config(folder, f"output={tmp_path}"), jax.devices()[:1])

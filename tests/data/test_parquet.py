@@ -109,6 +109,13 @@ def test_conversations_in_columns(tmp_path: Path) -> None:
     assert [len(one) for one in lines] == [4, 4]
 
 
+def test_objects_in_columns_have_their_own_fields_only(tmp_path: Path) -> None:
+    tools = [{"name": "f", "parameters": {"a": {"enum": [1, None]}}}, {"name": "g", "parameters": {"b": {"type": "x"}}}]
+    pq.write_table(pa.table({"tools": [tools], "note": pa.array([None], pa.string())}), tmp_path / "tools.parquet")
+    records = open_records(JsonRecords, [tmp_path / "tools.parquet"])
+    assert records.rows.record(0) == {"tools": tools, "note": None}
+
+
 def write_file(path: Path, texts: list[bytes]) -> Path:
     """A file whose column of strings contains these bytes."""
     table = pa.table({"text": pa.array(texts).view(pa.string())})

@@ -60,6 +60,30 @@ def test_files_are_found_in_one_order_by_directory_and_by_glob(tmp_path: Path) -
     assert len(find_files(f"{tmp_path}/*.txt", "text")) == 3
 
 
+def test_links_to_directories_are_followed_once(tmp_path: Path) -> None:
+    for name in ("elsewhere", "data/sub"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "x.txt").write_text(name)
+    (tmp_path / "data/link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data/sub/itself").symlink_to(tmp_path / "data")
+    (tmp_path / "elsewhere/itself").symlink_to(tmp_path / "data/link")
+    files = find_files(str(tmp_path / "data"), "text")
+    assert [file.relative_to(tmp_path / "data").as_posix() for file in files] == ["link/x.txt", "sub/x.txt"]
+
+
+def test_all_files_of_a_dataset_that_its_pattern_fetches_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["a.jsonl", "en/b.jsonl", "en/c.txt"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr("jaxmem.config.hub._fetch", lambda *_: str(tmp_path))
+    for path, count in (("*.jsonl", 2), ("", 2), ("en", 1), ("en/b.jsonl", 1), ("*", 3)):
+        files = find_files(f"hf://datasets/org/{tmp_path.name}/{path}", "jsonl", (".jsonl",))
+        assert len(files) == count, path
+
+
 def test_ten_thousand_files_need_few_descriptors(tmp_path: Path) -> None:
     for i in range(3 * OPEN_FILES):
         (tmp_path / f"{i:03d}").write_text(str(i))

@@ -107,3 +107,61 @@ def test_no_token_predicts_the_next_document_or_padding() -> None:
     targets = {"inputs": tokens, "targets": tokens, "segment_ids": segments}
     assert with_defaults(targets)["mask"].ravel().tolist() == [1, 1, 1, 1, 0, 0]
     assert with_defaults({**targets, "mask": segments})["mask"] is segments
+
+
+def test_the_last_token_of_a_document_has_no_target_though_the_mask_of_a_script_is_1() -> None:
+    tokens = np.arange(6, dtype=np.int32).reshape(1, 1, 6)
+    segments = np.array([[[1, 1, 2, 2, 0, 0]]], np.int32)
+    ones = np.ones((1, 1, 6), np.float32)
+    assert with_defaults({"inputs": tokens, "mask": ones})["mask"].ravel().tolist() == [1, 1, 1, 1, 1, 0]
+    packed = with_defaults({"inputs": tokens, "mask": ones, "segment_ids": segments})
+    assert packed["mask"].ravel().tolist() == [1, 0, 1, 0, 0, 0]
+
+
+def test_positions_begin_at_0_in_each_document() -> None:
+    segments = np.array([[[1, 2, 2, 2, 0, 0], [3, 3, 1, 2, 2, 2]]], np.uint8)
+    batch = with_defaults({"inputs": np.zeros((1, 2, 6), np.int32), "segment_ids": segments})
+    assert batch["positions"].tolist() == [[[0, 0, 1, 2, 0, 1], [0, 1, 0, 0, 1, 2]]]
+
+
+def test_tokens_outside_of_the_vocabulary_are_refused() -> None:
+    tokens = np.zeros((2, 4), np.int32)
+    ignored = np.array([[5, -100, 7, 8]] * 2, np.int32)
+
+    def first(**arrays: np.ndarray) -> dict[str, np.ndarray]:
+        return next(UserLoader(config_with(RAW, data=[{"inputs": tokens, **arrays}]), "train", range(2)))
+
+    assert first(targets=ignored)["mask"].tolist() == [[[1, 0, 1, 1]] * 2]
+    with pytest.raises(UserError, match=r"data: batch 1: inputs has the value 264; with model.vocab=264 use 0 to 263$"):
+        first(inputs=tokens + 264)
+    with pytest.raises(UserError, match=r"batch 1: targets has the value -100; .*, or set its mask to 0"):
+        first(targets=ignored, mask=np.ones((2, 4)))
+    with pytest.raises(UserError, match=r"mask has shape \[2, 3\], not \[2, 4\]"):
+        first(mask=np.ones((2, 3)))
+
+
+def test_documents_that_begin_within_a_row_require_packing() -> None:
+    def first(packing: bool, segments: list[int]) -> np.ndarray:
+        raw = {**RAW, "data": {"sequence_length": 4, "packing": packing}}
+        batch = {"inputs": np.zeros((2, 4), np.int32), "segment_ids": np.array([segments] * 2)}
+        return next(UserLoader(config_with(raw, data=[batch]), "train", range(2)))["segment_ids"]
+
+    assert first(True, [1, 1, 2, 0])[0, 0].tolist() == [1, 1, 2, 0]
+    assert first(False, [7, 7, 0, 0])[0, 0].tolist() == [7, 7, 0, 0]
+    for segments in ([1, 1, 2, 0], [0, 1, 1, 1]):
+        with pytest.raises(UserError, match="batch 1: segment_ids has a document that begins within a row"):
+            first(False, segments)
+
+
+def test_classes_that_the_model_does_not_have_are_refused() -> None:
+    model = {"family": "mlp", "layers": 1, "image_size": 2, "channels": 1, "outputs": 3}
+    raw = {"name": "x", "model": model, "objective": "classify", "batch": {"global_size": 2}, "train": {"steps": 1}}
+
+    def first(*classes: int, **arrays: Any) -> dict[str, np.ndarray]:
+        batch = {"inputs": np.zeros((2, 2, 2, 1), np.float32), "targets": np.array(classes), **arrays}
+        return next(UserLoader(config_with(raw, data=[batch]), "train", range(2)))
+
+    assert first(0, 2)["targets"].tolist() == [[0, 2]]
+    assert first(0, -1, mask=np.array([1, 0]))["mask"].tolist() == [[1, 0]]
+    with pytest.raises(UserError, match=r"targets has the value 3; with model.outputs=3 use 0 to 2, or set its mask"):
+        first(1, 3)

@@ -133,6 +133,13 @@ def test_open_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.host, found.processes, found.process, found.devices) == ("10.96.0.1", 4, 3, (1,))
 
 
+def test_mpirun_in_a_slurm_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On other hosts, mpirun's daemon is a task of a step, whose variables the processes inherit."""
+    daemon = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    found = among(monkeypatch, SLURM | daemon | OPEN_MPI | URI, gpus=2)
+    assert (found.host, found.processes, found.process, found.devices) == ("10.96.0.1", 4, 3, (1,))
+
+
 def test_open_mpi_5_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
     here = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "prterun-1"}
     one = among(monkeypatch, here)

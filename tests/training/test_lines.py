@@ -105,4 +105,5 @@ def test_how_often_a_run_reads_its_data() -> None:
     assert "train.steps=4" in many
     assert "warning" not in line(1500, 100_000)
     assert "about 1.0 passes" in line(500, 100_000, 200, packing=False)
+    assert "about 1.0 passes" in line(20_000, 100_000, 200, packing=False), "only the beginning of each is read"
     assert "about 2.0 passes" in line(30, 400, epochs=2)

@@ -1,6 +1,7 @@
 """DPO: what the formula says, from a reference that is computed once; stale ones are refused; the margin grows."""
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmem.config import load_config
+from jaxmem.config import Data, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.data.corpus import Corpus, fingerprint
 from jaxmem.data.loader import Loader
@@ -166,3 +167,10 @@ def test_incompatible_settings(config, sections, message):
 def test_pairs_lie_on_one_device(config):
     with pytest.raises(UserError, match=r"mesh.fsdp=4 x 2 rows per pair; use batch.global_size=16"):
         for_devices(config(mesh={"fsdp": 4}), 4)
+
+
+def test_pairs_of_several_files_or_of_the_hub_need_a_name_for_the_reference() -> None:
+    for path in ("pairs/*.jsonl", "org/pairs", "hf://datasets/org/pairs/data"):
+        with pytest.raises(UserError, match=r"names several files; set data.reference_logprobs to a file"):
+            file_for(Data(source="preference", path=path))
+    assert file_for(Data(source="preference", path="pairs.jsonl")) == Path("pairs.jsonl.reference.npz")
