@@ -28,7 +28,7 @@ from jaxmem.planning.estimated import estimated, resolved_on
 from jaxmem.planning.result import PlanWarning
 from jaxmem.planning.targets import Target
 from jaxmem.quant.precision import compute_dtype
-from jaxmem.search.knobs import KERNELS, Change, Knob
+from jaxmem.search.knobs import Change, Knob
 from jaxmem.search.worker import StepCost
 from jaxmem.sharding.share import share_of
 from jaxmem.sharding.table import STORAGE_AXES
@@ -135,8 +135,7 @@ def overrides(changes: Change) -> list[str]:
 
 
 class Space:
-    """All configs that differ from one config in the settings of some knobs. Other kernels are tried for the best
-    only."""
+    """All configs that differ from one config in the settings of some knobs."""
 
     def __init__(
         self,
@@ -152,11 +151,9 @@ class Space:
         self._target = target
         self._is_over = is_over
         start = resolve(cfg, target.count)[0]
-        listed = [(knob, _with_given(start, list(knob.choices(cfg, target)))) for knob in knobs]
-        self._choices = [choices for knob, choices in listed if choices and knob.allow != KERNELS]
-        self._kernels = [choices for knob, choices in listed if choices and knob.allow == KERNELS]
-        every = itertools.chain(*self._choices, *self._kernels)
-        self._keys = sorted({key for choice in every for key in choice})
+        listed = [_with_given(start, list(knob.choices(cfg, target))) for knob in knobs]
+        self._choices = [choices for choices in listed if choices]
+        self._keys = sorted({key for choice in itertools.chain(*self._choices) for key in choice})
         self.is_sampled = math.prod(map(len, self._choices)) > MAX_SIZE
         self._seen: set[Config] = set()
         self._given = resolve(original or cfg, target.count)[0]
@@ -175,9 +172,6 @@ class Space:
     def neighbors(self, candidate: Candidate) -> list[Candidate]:
         """New candidates that differ from this one in a single setting."""
         return self._new(candidate.cfg, itertools.chain(*self._choices))
-
-    def with_other_kernels(self, candidate: Candidate) -> list[Candidate]:
-        return self._new(candidate.cfg, _combinations(self._kernels))
 
     def _new(self, cfg: Config, all_changes: Iterable[Change]) -> list[Candidate]:
         raw = cfg.model_dump(mode="json")

@@ -111,27 +111,20 @@ class Search:
         if self._space.is_sampled:
             self._look_around()
 
-    def compile(self, most: int) -> int:
+    def compile(self, most: int) -> None:
         """Compile the steps of at most `most` configs that may be on the front, then all phases of the configs on the
-        front. Returns the number of compiled steps."""
+        front."""
         left = most
         while left > 0 and (chosen := self._next(min(left, self._compilers.processes))):
             left -= len(chosen)
             self._compile_steps(chosen)
         self._compile_phases()
-        return most - left
 
     def compile_until_one_fits(self, most: int) -> None:
         for _ in range(most):
             if not self.trials.front() and (chosen := self._next(1)):
                 self._compile_steps(chosen)
                 self._compile_phases()
-
-    def add_other_kernels(self) -> None:
-        """Add configs that differ from the fastest one in the implementation of an operation."""
-        for candidate in self.trials.front()[:1]:
-            self.trials.all += self._space.with_other_kernels(candidate)
-            self.trials.update_estimates()
 
     def _look_around(self) -> None:
         """Add all configs that differ in a single setting from the best of a sample, until no added config is

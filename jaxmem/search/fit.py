@@ -28,7 +28,6 @@ from jaxmem.typing import JsonDict
 SHOWN_KINDS = 2  # if a config does not fit, its reason names this number of largest kinds of memory (weights, ...)
 OTHER_ROWS = 8  # number of rows for configs that are not on the front
 DEFAULT_COMPILES = 12  # steps to compile at most, by default
-KERNEL_SHARE = 4  # one in this number of compiled steps is reserved for other kernels
 
 
 @dataclass(frozen=True)
@@ -238,9 +237,7 @@ def search(
     start_cfg, _ = resolve_remat(cfg, target, compilers.reserve_gib, compiles=False)
     searched = Search(start_cfg, cfg, allowed(allow), compilers, progress)
     progress(f"{len(searched.trials.all):,} configs estimated; compiling at most {compiles}")
-    left = compiles - searched.compile(compiles - compiles // KERNEL_SHARE)
-    searched.add_other_kernels()
-    searched.compile(left)
+    searched.compile(compiles)
     if not searched.trials.compiled:
         reasons = [trial.refusal for trial in searched.trials.all if trial.refusal]
         raise UserError(f"{cfg.name} on {target.name}: all {len(reasons)} configs failed to compile: {reasons[0]}")

@@ -99,22 +99,11 @@ def _offloads(cfg: Config, target: Target) -> Iterable[Change]:
     return () if target.is_cpu else ({"memory.offload": name} for name in (*single, both))
 
 
-def _kernels(key: str) -> Callable[[Config, Target], Iterable[Change]]:
-    """The implementations of one operation. On CPUs only `auto` is tried."""
-    return lambda _, target: () if target.is_cpu else ({key: value} for value in values(key))
-
-
-def _experts(cfg: Config, target: Target) -> Iterable[Change]:
-    """The implementations of a mixture of experts."""
-    return _kernels("memory.experts")(cfg, target) if getattr(cfg.model, "experts", None) else ()
-
-
 def _everywhere(_: Config, target: Target) -> Iterable[Change]:
     """Weights, gradients and optimizer state sharded over all devices."""
     yield {f"mesh.{axis}": target.count if axis == "fsdp" else 1 for axis in MESH_AXES} | {"zero": 3}
 
 
-KERNELS = "kernels"
 # None of them changes the mathematics; the methods of training do (`config.methods`).
 KNOBS = (
     Knob("mesh", _meshes),
@@ -125,9 +114,6 @@ KNOBS = (
     Knob("batch", _micro_batches),
     Knob("chunks", _loss_chunks),
     Knob("chunks", _mlp_chunks),
-    Knob(KERNELS, _kernels("memory.attention")),
-    Knob(KERNELS, _experts),
-    Knob(KERNELS, _kernels("optimizer.kernel")),
 )
 DEFAULT_ALLOW = tuple(dict.fromkeys(knob.allow for knob in KNOBS))
 # A much smaller search within one training method, used when several methods are compared.

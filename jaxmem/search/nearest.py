@@ -21,7 +21,7 @@ from jaxmem.planning.targets import Target
 from jaxmem.planning.units import format_bytes, format_command, format_seconds, last_overrides
 from jaxmem.search.candidates import Candidate, Space, difference, overrides
 from jaxmem.search.compilers import CompilerPool, RefusedError
-from jaxmem.search.knobs import DEFAULT_ALLOW, KERNELS, MEMORY_KNOBS, allowed
+from jaxmem.search.knobs import KNOBS, MEMORY_KNOBS
 
 MAX_SUGGESTIONS = 3  # configs to suggest
 MAX_COMPILES = 6  # configs to compile at most
@@ -116,15 +116,14 @@ def _fitting_by_estimate(
     each set, and so on; at the end the fastest config of each other method, with the name of the method. Changes of one
     key are estimated first, then changes of two, then all, since there may be thousands."""
     cfg = plan.program.cfg
-    knobs = [knob for knob in allowed(DEFAULT_ALLOW) if knob.allow != KERNELS]
     seen = set[Config]()
-    for count in (1, 2, len(knobs)):
-        for group in itertools.combinations(knobs, min(count, len(knobs))):
+    for count in (1, 2, len(KNOBS)):
+        for group in itertools.combinations(KNOBS, count):
             if limit.is_over():
                 return
             ranked = _ranked(plan, Space(cfg, plan.target, group, limit.is_over).start())
             for rank, candidate in ranked:
-                if candidate.cfg not in seen and (rank == 0 or count == len(knobs)):
+                if candidate.cfg not in seen and (rank == 0 or count == len(KNOBS)):
                     seen.add(candidate.cfg)
                     yield candidate, None
     for name in METHODS:

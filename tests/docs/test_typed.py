@@ -245,7 +245,7 @@ def searches_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "DEFAULT_COMPILES", 2)
     monkeypatch.setattr(comparison, "MEMORY_KNOBS", allowed(["update"]))
     monkeypatch.setattr(comparison, "METHODS", {name: METHODS[name] for name in ("full", "lora", "qlora")})
-    monkeypatch.setattr(nearest, "DEFAULT_ALLOW", ("batch",))
+    monkeypatch.setattr(nearest, "KNOBS", allowed(["batch"]))
     monkeypatch.setattr(result, "plan", PLAN)
     monkeypatch.setattr(CompilerPool, "_answer", estimate)
 

@@ -26,8 +26,7 @@ def test_values_come_from_the_config() -> None:
 def test_no_setting_that_is_searched_changes_the_mathematics() -> None:
     kept = {key for knob in allowed(DEFAULT_ALLOW) for change in knob.choices(config(), EIGHT) for key in change}
     memory = {f"memory.{field}" for field in ("remat", "offload", "update", "loss_chunk", "mlp_chunk")}
-    kernels = {"memory.attention", "optimizer.kernel"}
-    assert kept == memory | kernels | {"zero", "batch.accumulate", "pipeline.rounds", "pipeline.schedule"} | {
+    assert kept == memory | {"zero", "batch.accumulate", "pipeline.rounds", "pipeline.schedule"} | {
         *(f"mesh.{axis}" for axis in MESH_AXES if axis != "expert")
     }
 

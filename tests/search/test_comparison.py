@@ -204,7 +204,7 @@ def planned(cfg: Config, memory: int, devices: int = 8) -> Any:
 def test_the_nearest_configs_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nearest, "CompilerPool", lambda target, _: FakeCompilers(target))
     words = ("remat", "update", "batch")
-    monkeypatch.setattr(nearest, "DEFAULT_ALLOW", words)
+    monkeypatch.setattr(nearest, "KNOBS", allowed(words))
     monkeypatch.setattr(nearest, "METHODS", {name: METHODS[name] for name in ("lora", "qlora")})
     cfg = config()
     total = planned(cfg, 1).compiled_step.total
@@ -230,7 +230,7 @@ def test_the_nearest_configs_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_method_replaces_what_the_user_gave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nearest, "CompilerPool", lambda target, _: FakeCompilers(target))
-    monkeypatch.setattr(nearest, "DEFAULT_ALLOW", ())
+    monkeypatch.setattr(nearest, "KNOBS", [])
     monkeypatch.setattr(nearest, "METHODS", {name: METHODS[name] for name in ("full-bf16", "full-8bit", "qlora")})
     monkeypatch.setattr(nearest, "MEMORY_KNOBS", allowed(["batch"]))
     given = ["adapter.kind=lora", "adapter.rank=4", "memory.remat=auto", "data.sequence_length=16"]
@@ -295,7 +295,7 @@ def test_a_search_ends_while_a_config_is_being_compiled(monkeypatch: pytest.Monk
 
     pools = list[SlowCompilers]()
     monkeypatch.setattr(nearest, "CompilerPool", SlowCompilers)
-    monkeypatch.setattr(nearest, "DEFAULT_ALLOW", ("remat",))
+    monkeypatch.setattr(nearest, "KNOBS", allowed(["remat"]))
     monkeypatch.setattr(nearest, "METHODS", {})
     cfg = config()
     too_large = planned(cfg, int(0.8 * planned(cfg, 1).compiled_step.total))

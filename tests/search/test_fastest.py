@@ -12,13 +12,13 @@ from jaxmem.errors import UserError
 from jaxmem.planning.result import plan_program
 from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.search.fit import Fit, search
-from jaxmem.search.knobs import KERNELS, allowed
+from jaxmem.search.knobs import allowed
 from jaxmem.search.worker import StepCost
 from jaxmem.step.programs import program
 
 from .conftest import FakeCompilers, candidates, config, with_memory
 
-WORDS = ("mesh", "remat", "batch", KERNELS)
+WORDS = ("mesh", "remat", "batch")
 
 
 def skewed(cfg: Config) -> tuple[float, float]:

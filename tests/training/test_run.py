@@ -360,8 +360,6 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(config
         return dataclasses.replace(planned, target=dataclasses.replace(planned.target, memory=100_000))
 
     monkeypatch.setattr("jaxmem.planning.result.plan_program", cramped)
-    monkeypatch.setattr("jaxmem.search.nearest.DEFAULT_ALLOW", ("batch",))  # tests/search has the rest of the advice
-    monkeypatch.setattr("jaxmem.search.nearest.METHODS", {})
     with pytest.raises(
         DoesNotFitError,
         match=r"phase step needs .* KiB per device, 97.7 KiB are available; .* is activations",
