@@ -66,7 +66,7 @@ def test_the_best_learning_rate_is_trained_at_full_length(
     assert records.keys() == {"qlora-16-0.001-2-0", "qlora-16-0.01-2-0", "qlora-16-0.001-3-0"}
     assert records["qlora-16-0.001-2-0"]["evaluated"] == "validation"
     assert records["qlora-16-0.001-3-0"]["evaluated"] == "held-out"
-    assert records["qlora-16-0.001-3-0"]["planned_bytes_per_parameter"]["optimizer"] > 0
+    assert records["qlora-16-0.001-3-0"]["state_bytes_per_parameter"]["optimizer"] > 0
     assert not list((tmp_path / "runs").glob("qlora*"))
     monkeypatch.setattr(quality, "train", pytest.fail)  # nothing is trained again
     quality.train_all(["qlora-16"], tmp_path / "model.gguf")
