@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import importlib.metadata
 import json
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -200,6 +201,8 @@ def main() -> None:
     training.add_argument("--learning-rate", type=float, required=True)
     training.add_argument("--seed", type=int, default=0)
     args = options.parse_args()
+    # transformers looks for the package kernels, which the file kernels.py beside this one is not.
+    sys.path[:] = [place for place in sys.path if Path(place).resolve() != Path(__file__).resolve().parent]
     if args.command == "rows":
         write_rows(args.model)
     else:
