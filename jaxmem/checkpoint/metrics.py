@@ -1,11 +1,17 @@
 """The rows of `metrics.jsonl` of a run, which may have been damaged or edited since they were logged."""
 
 import json
+import math
 from pathlib import Path
 
-from jaxmem.typing import JsonDict
+from jaxmem.typing import JsonDict, JsonView
 
 MAX_METRIC = 1e300  # beyond it a value is damaged, or cannot be plotted
+
+
+def finite_or_null(values: JsonView) -> JsonDict:
+    """Numbers for JSON, which has no NaN and no infinity."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def read_rows(file: Path) -> list[JsonDict]:

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -121,7 +120,9 @@ def evaluate(
         if not is_first_process():
             return
         if as_json:
-            show({name: value if math.isfinite(value) else None for name, value in result.items()})
+            from jaxmem.checkpoint.metrics import finite_or_null
+
+            show(finite_or_null(result))
         else:
             say("  ".join(f"{name} {value:.4g}" for name, value in result.items()))
 

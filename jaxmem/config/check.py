@@ -160,8 +160,11 @@ def _sizes(cfg: Config) -> Iterator[str]:
     accumulate = cfg.batch.accumulate
     if size % accumulate:
         yield indivisible("batch.global_size", size, "batch.accumulate", accumulate)
+
+
+def _precision(cfg: Config) -> Iterator[str]:
     precision = cfg.precision
-    parameters = f"precision.parameters={cfg.precision.parameters}"
+    parameters = f"precision.parameters={precision.parameters}"
     if precision.block_size is not None and not (precision.is_quantized or cfg.base_precision.is_quantized):
         given = f"precision.block_size={precision.block_size}"
         yield f"{given} requires quantized parameters, not {parameters}; use precision.block_size=null"
@@ -220,6 +223,7 @@ RULES = (
     _user,
     check_data,
     _sizes,
+    _precision,
     check_memory,
     _mesh,
     _rules,

@@ -25,7 +25,7 @@ from jaxmem.step.programs import Program
 from jaxmem.typing import Tree
 
 SUFFIX = ".reference.npz"
-NOT_OF_FUNCTION = {"preset", "hf", "quantization", "dropout"}  # settings of a model that do not change its results
+WITHOUT_EFFECT = {"preset", "hf", "quantization", "dropout"}  # settings of a model that change no result
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def read(file: Path) -> Reference:
 def fingerprint(model: Model, params: Tree) -> str:
     """A hash of a model's settings and weights, the same on any mesh."""
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(model.model_dump_json(exclude=NOT_OF_FUNCTION).encode())
+    digest.update(model.model_dump_json(exclude=WITHOUT_EFFECT).encode())
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape} {checksum(leaf)}\0".encode())
     return digest.hexdigest()

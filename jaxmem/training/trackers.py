@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import secrets
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxmem.checkpoint.metrics import parse_row
+from jaxmem.checkpoint.metrics import finite_or_null, parse_row
 from jaxmem.config import Config
 from jaxmem.errors import UserError
 from jaxmem.machine.files import write_file
@@ -74,8 +73,7 @@ class MetricsFile:
             raise self._cannot_write(error) from error
 
     def log(self, step: int, values: JsonView) -> None:
-        row = {name: value if math.isfinite(value) else None for name, value in {"step": step, **values}.items()}
-        unwritten = json.dumps(row).encode() + b"\n"
+        unwritten = json.dumps(finite_or_null({"step": step, **values})).encode() + b"\n"
         try:
             while unwritten:  # a nearly full disk may accept only a part of the bytes
                 unwritten = unwritten[self._file.write(unwritten) :]
