@@ -23,6 +23,9 @@ class HashableDict(JsonDict):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, dict) and [*self.items()] == [*other.items()]
 
+    def __ne__(self, other: object) -> bool:  # that of dict ignores the order
+        return not self == other
+
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(self.items()))
 

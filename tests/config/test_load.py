@@ -241,6 +241,8 @@ def test_configs_whose_patterns_have_another_order_differ():
     ranks = ["'*.q': 2, '*': 5", "'*': 5, '*.q': 2"]
     first, second = (load_config(TINY, [f"adapter={{kind: lora, targets: {{{text}}}}}"]) for text in ranks)
     assert first != second
+    assert first.adapter.targets != second.adapter.targets
+    assert not first.adapter.targets == second.adapter.targets  # noqa: SIM201
 
 
 def test_importing_sections_loads_nothing_that_reads_or_checks_them():
