@@ -101,6 +101,8 @@ def _source(cfg: Config, key: str, source: Source) -> Iterator[str]:
         yield unsupported(given, f"objective.name={cfg.objective.name}", use)
     if source.kind.needs_path and source.path is None:
         yield f"{given} requires {key}.path; set it to a file, a directory or a glob"
+    if kind == "text" and str(source.path).endswith(".jsonl"):  # each line would be a text with braces and escapes
+        yield unsupported(given, f"{key}.path={source.path}", f"{key}.source=jsonl")
     for field in ("path", "field"):
         value = getattr(source, field)
         having = OF_SOURCES[f"data.{field}"][1]

@@ -200,7 +200,7 @@ def settings(run: Run, model: Path) -> JsonDict:
         "output": str(WORK),
         "seed": run.seed,
         "model": {"hf": str(model)},
-        "data": {"source": "text", "path": str(WORK / "train.jsonl"), "sequence_length": LENGTH, "held_out": 0.0},
+        "data": {"source": "jsonl", "path": str(WORK / "train.jsonl"), "sequence_length": LENGTH, "held_out": 0.0},
         "batch": {"global_size": 2},
         "optimizer": {"learning_rate": run.learning_rate, "schedule": "cosine", "warmup": run.steps // 10},
         "train": {"steps": run.steps, "log_every": 5},
