@@ -258,6 +258,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
             ["precision.parameters=dynamic4"],
             "dynamic4 does not support training; use int8 or nf4, or adapter.base",
         ),
+        (TEXT, ["data.source=text", "data.path=a.jsonl"], "data.source=text ... data.path=a.jsonl ... source=jsonl"),
         (TEXT, ["mesh.stage=0"], "mesh.stage=0 ... use mesh.stage=1, or -1"),
     ],
 )
