@@ -143,12 +143,16 @@ def test_commands(model: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     assert answers[:half] == answers[half:]  # after /new it knows of nothing
     chats = tmp_path / "chats.jsonl"
     chats.write_text('{"instruction": "ab", "output": "c"}\n')
+    text = tmp_path / "chats.txt"
+    text.write_text(chats.read_text())
     losses = set()
-    for own in ((), ("data.source=text",)):  # the answer and its end, or all characters
-        code, out, err = run(capsys, "evaluate", str(model), "--data", str(chats), *own, "--json")
+    for data in (chats, text):  # the answer and its end, or all characters
+        code, out, err = run(capsys, "evaluate", str(model), "--data", str(data), "--json")
         assert (code, err) == (0, "")
         losses.add(json.loads(out)["loss"])
     assert len(losses) == 2
+    code, _, err = run(capsys, "evaluate", str(model), "--data", str(chats), "data.source=text")
+    assert (code, err.count("\n"), "use data.source=jsonl" in err) == (2, 1, True)
     chats.write_text("{")
     code, _, err = run(capsys, "evaluate", str(model), "--data", str(chats), "--json")
     assert (code, err.count("\n")) == (2, 1)
