@@ -27,7 +27,7 @@ from jaxmem.data.records import EMPTY, Document, InvalidRecordError
 from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.typing import JsonDict
 
-PLACEHOLDER = "\ue000"  # a character that no language uses
+PLACEHOLDERS = "".join(map(chr, range(0xE000, 0xF900)))  # characters that no language uses
 TOOL_CALL_FIELDS = ("tool_calls", "function_call")  # fields without which a message loses its meaning
 FIELDS_WITHOUT_WARNING = ("role", "content", "tool_call_id")  # that the template need not read
 PROMPT_SUFFIX_LENGTH = 8  # characters before an answer that identify the end of the generation prompt
@@ -210,9 +210,11 @@ class ChatEncoder:
 
     def _changed_span(self, chat: Chat, number: int, text: str) -> tuple[int, int]:
         """The characters of `text` that depend on the content of a message."""
+        used = set("".join(chat.strings()))
+        placeholder = next(character for character in PLACEHOLDERS if character not in used)
 
         def changed(*, names: bool) -> str:
-            message = _replaced(chat.messages[number], names=names)
+            message = _replaced(chat.messages[number], placeholder, names=names)
             return self._render(chat, [*chat.messages[:number], message, *chat.messages[number + 1 :]]).text
 
         with_names = changed(names=True)
@@ -222,14 +224,14 @@ class ChatEncoder:
         return start, len(text) - _common_prefix(text[start:][::-1], other[start:][::-1])
 
 
-def _replaced(message: Message, *, names: bool) -> Message:
+def _replaced(message: Message, placeholder: str, *, names: bool) -> Message:
     """The message with a placeholder instead of its content. `names`: also instead of the names of functions."""
-    changed = {**message, **{name: PLACEHOLDER for name in REASONING if name in message}}
+    changed = {**message, **{name: placeholder for name in REASONING if name in message}}
     if "tool_calls" not in message or message.get("content"):  # a template may refuse content in addition to calls
-        changed["content"] = PLACEHOLDER
+        changed["content"] = placeholder
     if "tool_calls" in message:
         calls = message["tool_calls"]
-        said = {"arguments": {PLACEHOLDER: PLACEHOLDER}, **({"name": PLACEHOLDER} if names else {})}
+        said = {"arguments": {placeholder: placeholder}, **({"name": placeholder} if names else {})}
         changed["tool_calls"] = [{**call, "function": {**call["function"], **said}} for call in calls]
     return changed
 

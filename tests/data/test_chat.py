@@ -157,6 +157,13 @@ def test_a_message_of_weight_0_is_no_target() -> None:
     assert encoded(line, MARKED) == ("u:aa:bc||u:aa:d||", "bc||")
 
 
+@pytest.mark.parametrize("answer", ["\ue000", "\ue000b\ue000", "\uf8ff", "b\ue001"])
+def test_an_answer_may_have_any_character(answer: str) -> None:
+    line = {"messages": [HI[0], {"role": "assistant", "content": answer}, *HI]}
+    expected = answer.encode().decode("latin-1")  # `encoded` shows each byte
+    assert encoded(line) == (f"u:aa:{expected}|u:aa:bc|", f"{expected}|bc|")
+
+
 def test_what_a_template_does_not_read_is_named() -> None:
     unread = "the key mood has no effect: the chat template does not read it"
     with pytest.warns(UserWarning, match=unread) as found:
