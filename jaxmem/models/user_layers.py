@@ -73,7 +73,14 @@ def new_randomness(states: Tree, dims: int = 0) -> Tree:
 
 def flat_state(state: Tree) -> dict[Path, Any]:
     """The variables of a state, and the arrays that are plain attributes of a module, such as tables of positions."""
-    return {tuple(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+    flat = dict(nnx.to_flat_state(state))
+    for path in flat:
+        if key := next((key for key in path if not isinstance(key, str | int)), None):
+            raise UserError(
+                f"the model has a variable with the key {key!r} in {dotted_name(path[: path.index(key)])}; use strings or"
+                " integers as keys of dicts (nnx.WeightNorm has tuples)"
+            )
+    return {tuple(map(str, path)): variable for path, variable in flat.items()}
 
 
 def value_of(variable: Tree) -> Any:

@@ -130,6 +130,14 @@ class Complex(nnx.Module):
         return jnp.abs(inputs @ self.weight[...])
 
 
+class Normalized(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.WeightNorm(nnx.Linear(4, 3, rngs=rngs), rngs=rngs)
+
+    def __call__(self, inputs):
+        return self.linear(inputs)
+
+
 class DropoutBlock(Block):
     def __init__(self, rngs):
         super().__init__(rngs)
@@ -329,6 +337,7 @@ def test_a_list_in_the_blocks_of_a_list_is_no_stack():
         ({**FLAX, "model": Shared}, {}, "layers=decoder: encoder.0.up.bias is also a weight of a block"),
         ({**FLAX, "model": ByMethod}, {}, "layers=encoder: the model uses scaled of a block"),
         ({"model": Complex}, {"update": "after", "remat": "none"}, "parameter weight has dtype complex64"),
+        ({"model": Normalized}, {"update": "after", "remat": "none"}, r"key \('kernel',\) in linear.scales"),
         ({**FLAX, "model": Nested, "layers": "dropouts"}, {}, "no list of blocks; the model has .*encoder"),
         (FLAX, {"accumulate": 2}, "during with objective.name=own.*batch.accumulate=2.*update=after"),
         ({**FLAX, "loss": with_state}, {"update": "after"}, "layers=decoder: .*nnx.state.*remove the argument layers"),
@@ -341,7 +350,7 @@ def test_a_list_in_the_blocks_of_a_list_is_no_stack():
     ],
     ids=[
         *("encoder", "positions", "scales", "twice", "loop", "penalty", "outputs", "metric"),
-        *("shared", "method", "complex", "no weights"),
+        *("shared", "method", "complex", "tuples", "no weights"),
         *("micro-batches", "state"),
         *("optimizer", "optimizer on the host"),
     ],
