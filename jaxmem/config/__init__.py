@@ -1,5 +1,11 @@
 """The config of a run: its sections, and how they are loaded and checked. Imports no jax.
 
+    sections.py       `Config` and its sections; adapter, mesh, networks, optimizers, recompute: the larger ones
+    load.py           from a file or dict to a checked `Config`; methods.py: from the name of a model and a method
+    check.py          errors in a config; combinations.yaml: settings that exclude each other; devices.py: the mesh
+    user.py           the model, loss and data of a script
+    hugging_face.py   Hugging Face's configs; gguf.py: those of llama.cpp; peft.py: adapters; hub.py: by id
+
 The module that loads and saves them is imported at its first use.
 """
 

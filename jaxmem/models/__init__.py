@@ -1,4 +1,15 @@
-"""Networks as Flax NNX modules, built from common layers. They declare parameters and logical axes, not devices."""
+"""Networks as Flax NNX modules, built from common layers. They declare parameters and logical axes, not devices.
+
+    network.py            what a network is: its parts, in the order of its forward pass
+    decoder.py, image_networks.py     the families; block.py, attention.py, experts.py, ...: their layers
+    embedding.py, cross_entropy.py    the operations with a vocabulary matrix; vocab_slices.py: in slices
+    linear.py, fp8.py     matmuls
+
+The model of a script, `train(model=...)`: config/user.py has the arguments, user.py turns the module into `FlaxModel`
+(its variables and their axes) and runs it with stored weights, and user_layers.py computes its lists of blocks
+(`layers=...`) as stacks. `step.model.ModelSpec` chooses between it and a family. `train(network=...)` is a module of
+jaxmem's layers and needs neither.
+"""
 
 from importlib import import_module
 from typing import Any

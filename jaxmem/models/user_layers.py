@@ -77,8 +77,8 @@ def flat_state(state: Tree) -> dict[Path, Any]:
     for path in flat:
         if key := next((key for key in path if not isinstance(key, str | int)), None):
             raise UserError(
-                f"the model has a variable with the key {key!r} in {dotted_name(path[: path.index(key)])}; use strings or"
-                " integers as keys of dicts (nnx.WeightNorm has tuples)"
+                f"the model has a variable with the key {key!r} in {dotted_name(path[: path.index(key)])}; use strings"
+                " or integers as keys of dicts (nnx.WeightNorm has tuples)"
             )
     return {tuple(map(str, path)): variable for path, variable in flat.items()}
 

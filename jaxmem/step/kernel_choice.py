@@ -1,7 +1,9 @@
 """How a run gets its kernels: the choice of the implementation of each operation, and its check on the device of a run.
 
 `auto` is the first implementation that supports the calls of the run (`jaxmem.kernels.support`). The communication of
-attention over `context` (`mesh.context_method`) is chosen together with attention.
+attention over `context` (`mesh.context_method`) is chosen together with attention (context_methods.py). The network
+receives the choices as `ExecutionSpec.of_network`, and its layers pass them to an operation, such as
+`kernels.attention(..., implementation="cudnn")`.
 
 At the start of a run, each chosen kernel is compared with plain JAX on small random inputs, in less than a second. If
 it fails, it is replaced by the next choice, and a line reports this; if the config names the kernel, the failure is an
