@@ -109,7 +109,7 @@ def layers_of(cfg: Config, platform: str) -> list[Layer]:
     def features(params: Tree, batch: Any) -> Any:
         with intercept_with(note):
             weights = with_gradients(params, differentiable(built.model.select(params)))
-            return built.objective.features(built.model.network(weights), batch, None)
+            return built.objective.features(built.model.bind(weights), batch, None)
 
     jax.eval_shape(features, params, batch)
     return layers

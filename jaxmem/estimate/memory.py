@@ -16,7 +16,6 @@ import numpy as np
 
 from jaxmem.config import Config, Decoder, Memory
 from jaxmem.config.names import is_offloaded
-from jaxmem.estimate.categories import COPIES, GATHERED, ROLE_OF_CATEGORY, SAVED
 from jaxmem.estimate.chunks import loss_chunk, mlp_chunk
 from jaxmem.estimate.passes import passes_in_memory, passes_of
 from jaxmem.estimate.seconds import StepTime
@@ -29,6 +28,7 @@ from jaxmem.sharding.gathering import MIN_TOKENS_PER_ROW
 from jaxmem.sharding.share import DeviceShare, share_of
 from jaxmem.sharding.table import Role
 from jaxmem.step.batches import batch_spec
+from jaxmem.step.categories import COPIES, GATHERED, ROLE_OF_CATEGORY, SAVED
 from jaxmem.step.execution import chunking, pipeline_of, repeats_forward
 from jaxmem.step.programs import Program
 

@@ -172,10 +172,10 @@ def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.spec.batch)
 
     def features(params: Tree, batch: Any) -> Any:
-        return objective.features(built.model.network(params), batch, None)
+        return objective.features(built.model.bind(params), batch, None)
 
     def loss(params: Tree, batch: Any, features: Any) -> jax.Array:
-        return objective.trained_sum(objective.sums(built.model.network(params), features, batch))
+        return objective.trained_sum(objective.sums(built.model.bind(params), features, batch))
 
     run, inputs = (features, ()) if half == "layers" else (loss, (jax.eval_shape(features, params, batch),))
 

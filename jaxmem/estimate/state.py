@@ -12,10 +12,10 @@ import numpy as np
 
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Config, Memory
-from jaxmem.estimate.categories import ROLE_OF_CATEGORY, category_of
 from jaxmem.estimate.passes import on_one_device, shape_of
-from jaxmem.sharding.table import Axes, Role, assign_mesh_axes, is_axes, is_stacked, rules_for
+from jaxmem.sharding.table import Axes, Role, assign_mesh_axes, is_axes, is_stacked, tables_for
 from jaxmem.sharding.weights import differentiable
+from jaxmem.step.categories import ROLE_OF_CATEGORY, category_of
 from jaxmem.step.execution import pipeline_of
 from jaxmem.step.host_placement import offloaded_state, offloaded_weights
 from jaxmem.typing import AxesTree, Tree
@@ -124,7 +124,7 @@ class DeviceBytes:
     """Bytes of arrays on one device of a mesh. The result for each shape and role is cached."""
 
     def __init__(self, cfg: Config) -> None:
-        self._rules = rules_for(cfg)
+        self._rules = tables_for(cfg)
         self._mesh = cfg.mesh.model_dump()
         self.stages = cfg.mesh.stage
         self._needs_all_rows = cfg.objective.name == "own"  # see `step/gradients.py`

@@ -54,9 +54,9 @@ def kernels(device):
 def checked(device, setting, choice):
     if device.platform == "cpu":
         return ""
-    from jaxmem.step.kernel_choice import failure_of
+    from jaxmem.step.kernel_check import choice_failure
 
-    why = failure_of(cfg, device.platform, setting, choice)
+    why = choice_failure(cfg, device.platform, setting, choice)
     return f"; failed its check: {why}" if why else "; passed its check"
 
 seen = [dict(kind=d.device_kind, platform=d.platform, memory=d.memory_stats(), kernels=kernels(d))

@@ -7,7 +7,8 @@
 
 The model of a script, `train(model=...)`: config/user.py has the arguments, user.py turns the module into `FlaxModel`
 (its variables and their axes) and runs it with stored weights, and user_layers.py computes its lists of blocks
-(`layers=...`) as stacks. `step.model.ModelSpec` chooses between it and a family. `train(network=...)` is a module of
+(`layers=...`) as stacks. `step.model.ModelSpec` chooses between it and a family; `step.objective` calls the script's
+loss with it. `train(network=...)` is a module of
 jaxmem's layers and needs neither.
 """
 

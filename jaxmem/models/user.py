@@ -83,7 +83,7 @@ class FlaxModel:
         axes |= {path: ("layer", *axes[path][1:]) for path in layered & state.keys()}
         return cls(graphdef, randomness, params | state, frozenset(state), axes, stacks)
 
-    def network(self, params: Tree, dtype: DTypeLike, options: StackOptions) -> FlaxNetwork:
+    def bind(self, params: Tree, dtype: DTypeLike, options: StackOptions) -> FlaxNetwork:
         """The module with weights in the compute dtype: gathered, but in stacks as they are stored."""
         flat = flatten_dict(params)
         arrays = {path: stored_of(x) if path in self.state else x for path, x in flat.items()}

@@ -5,7 +5,8 @@ GPU. A plan of 8 B parameters for 8 GPUs takes about ten seconds of CPU time and
 takes hardly more, since every device runs the same program.
 
 A plan's bytes: `result.plan` makes the `Program` of a config (step/programs.py), `compile` compiles its step, `buffers`
-reads the arrays that XLA has assigned to memory, and `breakdown` gives each array at the peak its category.
+reads the arrays that XLA has assigned to memory, and `breakdown` gives each array at the peak its category: weights and
+optimizer state by the names of the step's arguments (`step.categories.category_of`), temporaries as below.
 
     compile      compiles the step: XLA's scheduled module (hlo) and buffer assignment (buffers)
     breakdown    the category of each buffer at the peak: by the inputs that it was computed from, its pass and the

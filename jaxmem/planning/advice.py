@@ -17,7 +17,6 @@ from jaxmem.config.hf_values import read_json
 from jaxmem.config.mesh import MESH_AXES, divisors, replicated_dims
 from jaxmem.config.recompute import is_scheduled
 from jaxmem.errors import UserError, as_yaml
-from jaxmem.estimate.categories import COPIES, GATHERED
 from jaxmem.estimate.chunks import loss_chunk
 from jaxmem.estimate.state import bytes_on_device
 from jaxmem.models.fp8 import SCOPE
@@ -30,6 +29,7 @@ from jaxmem.planning.targets import Target
 from jaxmem.planning.units import format_bytes
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding.table import is_axes
+from jaxmem.step.categories import COPIES, GATHERED
 from jaxmem.step.programs import Program
 
 LARGE_SHARE = 0.2  # of the total bytes

@@ -17,11 +17,11 @@ from typing import Any
 
 import jax
 
-from jaxmem.estimate.categories import CATEGORIES, COPIES, GATHERED, ROLE_OF_CATEGORY, SAVED, category_of
 from jaxmem.kernels.scopes import purpose_of
 from jaxmem.planning.buffers import Allocation, Lifetimes, Region, Snapshot, peak_of
 from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module, dot_flops
 from jaxmem.sharding.table import Axes, is_axes, is_stacked
+from jaxmem.step.categories import CATEGORIES, COPIES, GATHERED, ROLE_OF_CATEGORY, SAVED, category_of
 from jaxmem.step.programs import Program
 
 # Names of categories in tables and figures, if they differ from the names in JSON.

@@ -20,7 +20,6 @@ from jaxmem.config import Config, Memory, Save
 from jaxmem.config.devices import for_devices
 from jaxmem.config.names import IN_CHUNKS, IN_GROUPS
 from jaxmem.errors import UserError, as_yaml
-from jaxmem.estimate.categories import ROLE_OF_CATEGORY, SAVED
 from jaxmem.estimate.layers import Layer, layers_of
 from jaxmem.estimate.memory import estimate
 from jaxmem.estimate.passes import passes_in_memory, passes_of
@@ -32,6 +31,7 @@ from jaxmem.planning.units import format_bytes
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding.share import share_of
 from jaxmem.stack.recompute_plan import recompute_plan
+from jaxmem.step.categories import ROLE_OF_CATEGORY, SAVED
 from jaxmem.step.programs import program
 
 MAX_COMPILES = 4  # largest number of compiled steps, if one of them fits

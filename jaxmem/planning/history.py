@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from jaxmem.estimate.categories import COPIES, GATHERED, SAVED
 from jaxmem.kernels.scopes import purpose_of
 from jaxmem.machine import gpus
 from jaxmem.planning.breakdown import (
@@ -26,6 +25,7 @@ from jaxmem.planning.buffers import Buffer, Span, bytes_in_use, snapshot
 from jaxmem.planning.hlo import Computation, Frame, Instruction
 from jaxmem.planning.targets import Target
 from jaxmem.planning.timeline import Timeline, timeline
+from jaxmem.step.categories import COPIES, GATHERED, SAVED
 from jaxmem.typing import JsonDict
 
 PASSES = ("forward", "loss", "backward", "update")

@@ -11,7 +11,6 @@ import jax
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Mesh, Save
 from jaxmem.config.methods import RunOptions, RunSource, run_config
-from jaxmem.estimate.categories import CATEGORIES
 from jaxmem.estimate.memory import predict
 from jaxmem.estimate.passes import passes_of
 from jaxmem.estimate.state import bytes_on_device
@@ -33,6 +32,7 @@ from jaxmem.planning.hlo import recomputed_values
 from jaxmem.planning.targets import Target, local_target, parse_target, reserved_memory, target_devices, usable_memory
 from jaxmem.planning.timeline import Timeline, Traffic, timeline
 from jaxmem.planning.units import format_bytes, format_seconds
+from jaxmem.step.categories import CATEGORIES
 from jaxmem.step.programs import Program, program
 from jaxmem.typing import JsonDict
 

@@ -8,7 +8,6 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from jaxmem.estimate.categories import CATEGORIES
 from jaxmem.machine.console import Printed
 from jaxmem.machine.gpus import GPUS
 from jaxmem.planning.accuracy import published_range
@@ -16,6 +15,7 @@ from jaxmem.planning.breakdown import LABELS
 from jaxmem.planning.communication import COLLECTIVES
 from jaxmem.planning.result import Plan
 from jaxmem.planning.units import format_bytes, format_count, format_seconds
+from jaxmem.step.categories import CATEGORIES
 
 SAVINGS = ("logits", "float32 adapters")
 MAX_FREE_SHARE = 0.2  # advice that saves memory; not shown if more of it is free

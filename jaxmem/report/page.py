@@ -11,10 +11,10 @@ from importlib.resources import files
 from jinja2 import Environment, StrictUndefined
 
 from jaxmem import __version__
-from jaxmem.estimate.categories import CATEGORIES
 from jaxmem.planning.breakdown import LABELS
 from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.report.figure import COLOURS, MISSING, draw_curves, draw_step, embedded
+from jaxmem.step.categories import CATEGORIES
 from jaxmem.typing import JsonView
 
 # The letters of a pipeline schedule: names and colours.

@@ -199,7 +199,7 @@ def vocab_parts(over: str, axes: Axes, x: Tree) -> PartitionSpec:
     """How a mesh axis shards the vocabulary of a stored weight, for `jax.shard_map`."""
     layout = current()
     assert layout is not None
-    split = assign_mesh_axes(axes, x.shape, layout.rules.weights, layout.mesh.shape)
+    split = assign_mesh_axes(axes, x.shape, layout.tables.weights, layout.mesh.shape)
     names = [axis and axis_name(axis) for axis in axes]
     return PartitionSpec(
         *(over if name == "vocab" and over in mesh else None for name, mesh in zip(names, split, strict=True))

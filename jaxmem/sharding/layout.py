@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmem.config import MESH_AXES, Config
 from jaxmem.errors import UserError, nearest
-from jaxmem.sharding.table import Axes, Axis, Role, ShardingTables, Table, assign_mesh_axes, axis_name, rules_for
+from jaxmem.sharding.table import Axes, Axis, Role, ShardingTables, Table, assign_mesh_axes, axis_name, tables_for
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Layout:
     """A mesh and its sharding rules. `constrain` and `gather` take effect within `with layout:`."""
 
     mesh: Any  # a Mesh; within a `jax.shard_map` its AbstractMesh
-    rules: ShardingTables
+    tables: ShardingTables
     vmapped: tuple[str, ...] = ()  # mesh axes of an enclosing `jax.vmap(..., spmd_axis_name=)`
     vocab_over: tuple[str, ...] = ()  # mesh axes of an enclosing `jax.shard_map` that shard the vocabulary
 
@@ -37,7 +37,7 @@ class Layout:
     def sharding(self, role: Role, axes: Axes, shape: Sequence[int], name: str = "array") -> NamedSharding:
         """The sharding of an array in this role. A dimension that is not divisible by its mesh axes is an error that
         names the array, except for `Axis.if_even`."""
-        table: Table = getattr(self.rules, role)
+        table: Table = getattr(self.tables, role)
         if len(axes) != len(shape):
             raise UserError(
                 f"{name}: shape {tuple(shape)} has {len(shape)} dimensions but axes {axes} name {len(axes)}"
@@ -60,7 +60,7 @@ class Layout:
 
     def over(self, role: Role, axis: str | Axis | None) -> tuple[str, ...]:
         """The mesh axes of more than one device that shard a logical axis."""
-        table: Table = getattr(self.rules, role)
+        table: Table = getattr(self.tables, role)
         return tuple(a for a in table[axis_name(axis)] if self.mesh.shape[a] > 1) if axis else ()
 
     def parts(self, role: Role, axis: str | Axis | None) -> int:
@@ -69,7 +69,7 @@ class Layout:
 
     def mesh_axes_each(self, role: Role, axes: Axes) -> list[tuple[str, ...]]:
         """The mesh axes of more than one device that shard each dimension of an array with divisible sizes."""
-        table: Table = getattr(self.rules, role)
+        table: Table = getattr(self.tables, role)
         split = assign_mesh_axes(axes, [0] * len(axes), table, self.mesh.shape)
         return [tuple(a for a in over if self.mesh.shape[a] > 1) for over in split]
 
@@ -85,7 +85,7 @@ class Layout:
     def with_unsplit_layers(self, role: Role, axes: Axes, shape: Sequence[int]) -> NamedSharding:
         """The sharding of a stack whose layers must not be distributed over stages: another dimension is sharded over
         `stage`, if one is divisible."""
-        unsplit = dataclasses.replace(self.rules, **{role: {**getattr(self.rules, role), "layer": ()}})
+        unsplit = dataclasses.replace(self.tables, **{role: {**getattr(self.tables, role), "layer": ()}})
         placed = Layout(self.mesh, unsplit).sharding(role, axes, shape)
         parts = placed.shard_shape(tuple(shape))
         spec = list(placed.spec)
@@ -100,24 +100,24 @@ class Layout:
     def local_gradient_axes(self) -> tuple[str, ...]:
         """The mesh axes that shard the batch, but neither gradients nor computed weights: devices along them accumulate
         the gradients of their own rows, and reduce them once per update."""
-        tables = self.rules.gradients, self.rules.compute
-        taken = {axis for table in tables for over in table.values() for axis in over}
+        tables = self.tables
+        taken = {axis for table in (tables.gradients, tables.compute) for over in table.values() for axis in over}
         return tuple(axis for axis in self.over("activations", "batch") if axis not in taken)
 
     def inside_vmap(self, vmapped: tuple[str, ...]) -> Layout:
         """The layout for code inside of `jax.vmap(..., spmd_axis_name=vmapped)` over groups of rows."""
-        rules = dataclasses.replace(self.rules, activations=self.rules.without(vmapped).activations)
-        return dataclasses.replace(self, rules=rules, vmapped=vmapped)
+        tables = dataclasses.replace(self.tables, activations=self.tables.without(vmapped).activations)
+        return dataclasses.replace(self, tables=tables, vmapped=vmapped)
 
     def inside_shard_map(self, manual: tuple[str, ...]) -> Layout:
         """The layout for code inside of a `jax.shard_map` over these mesh axes, in which arrays are shards."""
         mesh = self.mesh.abstract_mesh.update_axis_types(dict.fromkeys(manual, AxisType.Manual))
         vocab_over = tuple(a for a in self.over("weights", "vocab") if a in manual)
-        return Layout(mesh, self.rules.without(manual), (), vocab_over)
+        return Layout(mesh, self.tables.without(manual), (), vocab_over)
 
     def without(self, *axes: str) -> Layout:
         """The layout for code in which the shards along these mesh axes are separate arrays."""
-        return dataclasses.replace(self, rules=self.rules.without(axes))
+        return dataclasses.replace(self, tables=self.tables.without(axes))
 
     def size(self, axes: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)
@@ -125,11 +125,11 @@ class Layout:
     def for_generation(self, rows: int) -> Layout:
         """The layout for generation. Sequences grow, so their dimension is not sharded; the batch is sharded if its
         size is divisible."""
-        batch = () if rows % self.parts("activations", "batch") else self.rules.activations["batch"]
+        batch = () if rows % self.parts("activations", "batch") else self.tables.activations["batch"]
         unsplit = dict.fromkeys(("time", "stream", "mlp_time", "vocab_time"), ())
-        logits = tuple(axis for axis in self.rules.activations["vocab_batch"] if axis in batch)
-        activations = {**self.rules.activations, **unsplit, "batch": batch, "vocab_batch": logits}
-        return Layout(self.mesh, dataclasses.replace(self.rules, activations=activations))
+        logits = tuple(axis for axis in self.tables.activations["vocab_batch"] if axis in batch)
+        activations = {**self.tables.activations, **unsplit, "batch": batch, "vocab_batch": logits}
+        return Layout(self.mesh, dataclasses.replace(self.tables, activations=activations))
 
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
@@ -161,7 +161,7 @@ def layout_for(cfg: Config, devices: Sequence[jax.Device]) -> Layout:
     shape = tuple(getattr(cfg.mesh, axis) for axis in MESH_AXES)
     grid = np.asarray(devices, dtype=object).reshape(shape)
     mesh = Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
-    return Layout(mesh, rules_for(cfg))
+    return Layout(mesh, tables_for(cfg))
 
 
 def first_dim_sharding(mesh: Mesh, axis: str | None) -> NamedSharding:

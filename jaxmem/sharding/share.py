@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxmem.config.mesh import Mesh, Rules
 from jaxmem.config.networks import Decoder, Model
 from jaxmem.config.sections import Config
-from jaxmem.sharding.table import Table, has_vocab_on_stages, make_rules
+from jaxmem.sharding.table import Table, has_vocab_on_stages, make_tables
 
 
 @dataclass(frozen=True)
@@ -104,4 +104,4 @@ def share_of(cfg: Config) -> DeviceShare:
 
 @functools.lru_cache(maxsize=256)
 def _compute_table(rules: Rules) -> Table:
-    return make_rules(zero=0, section=rules).compute
+    return make_tables(zero=0, section=rules).compute

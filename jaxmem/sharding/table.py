@@ -89,14 +89,14 @@ class ShardingTables:
     activations: Table
 
     def without(self, axes: Collection[str]) -> Self:
-        """The rules for code that handles these mesh axes itself."""
+        """The tables for code that handles these mesh axes itself."""
         tables = vars(self).items()
         return type(self)(
             **{role: {dim: _without(over, *axes) for dim, over in table.items()} for role, table in tables}
         )
 
 
-def make_rules(zero: int, indivisible: Collection[str] = (), section: Rules = DEFAULT) -> ShardingTables:
+def make_tables(zero: int, indivisible: Collection[str] = (), section: Rules = DEFAULT) -> ShardingTables:
     """The tables of a ZeRO stage: 1 shards the optimizer state over `fsdp`, 2 also gradients, 3 also weights. `section`
     says which dimension `fsdp` shards: by default `embed`, so weights without it (norms, biases) are replicated.
 
@@ -196,14 +196,14 @@ def _is_if_even(axis: str | Axis | None) -> bool:
     return axis == "layer" or (isinstance(axis, Axis) and axis.if_even)
 
 
-def rules_for(cfg: Config) -> ShardingTables:
+def tables_for(cfg: Config) -> ShardingTables:
     """The sharding tables of a config."""
     rules = cfg.rules
     if has_vocab_on_stages(cfg.model, cfg.mesh, cfg.rules, cfg.adapter):
         rules = rules.replace(vocab=("stage", *rules.vocab))
     if getattr(cfg.model, "tie_embeddings", False) and "head" in rules.replicated:
         rules = rules.replace(replicated=(*rules.replicated, "embedding"))
-    tables = make_rules(cfg.zero, replicated_dims(cfg.model, rules, cfg.mesh), rules)
+    tables = make_tables(cfg.zero, replicated_dims(cfg.model, rules, cfg.mesh), rules)
     # With several micro-batches, each of them would be reduced over `replica`.
     if rules.optimizer and cfg.zero >= 2 and cfg.batch.accumulate == 1:
         tables = dataclasses.replace(tables, gradients={**tables.gradients, "embed": tables.optimizer["embed"]})

@@ -92,7 +92,7 @@ class Outside:
     def run(self, parts: Sequence[NetworkPart], proxies: Params, flow: Flow) -> Any:
         """The result of functions, differentiable with respect to `proxies`."""
         outside = flatten_dict(with_gradients(self.outside, proxies))
-        return run_parts(self.model.network(replace_at(self.params, outside)), parts, flow)
+        return run_parts(self.model.bind(replace_at(self.params, outside)), parts, flow)
 
     def read_by(self, functions: PassedFunctions) -> set[Path]:
         """The paths of the parameters that functions use."""
@@ -175,10 +175,10 @@ def forward_by_parts(
     """
     model = spec.model
     trainable = model.select(params)
-    network = partial(model.network, params)
+    network = partial(model.bind, params)
     all_proxies = differentiable(trainable, spec.gradient_dtype)
     objective = objective_of(spec.cfg)
-    parts = parts_of(objective, model.network, params, batch, keys, all_proxies)
+    parts = parts_of(objective, model.bind, params, batch, keys, all_proxies)
     stacks = [part.path for part in parts if isinstance(part, Layers)]
     proxies = differentiable(without(trainable, stacks), spec.gradient_dtype)
     outside = Outside(model, params, without(params, stacks), proxies)

@@ -84,12 +84,12 @@ class ModelSpec:
     def graphdef(self) -> Any:
         return self._structure.graphdef
 
-    def network(self, params: Params) -> Any:
+    def bind(self, params: Params) -> Any:
         """The network with these weights."""
         if self.flax_model is None:
             return nnx.merge(self.graphdef, params)
         options = self.execution.of_stacks if self.flax_model.stacks else StackOptions()
-        return self.flax_model.network(params, self.execution.dtype, options)
+        return self.flax_model.bind(params, self.execution.dtype, options)
 
     @property
     def axes(self) -> AxesTree:

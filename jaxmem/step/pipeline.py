@@ -181,8 +181,8 @@ def execute(
         def parts(proxies: Tree, micro: Tree) -> tuple[Any, Sequence[NetworkPart], Layers, Sequence[NetworkPart]]:
             """The network, and its parts before the last stack, this stack, and the parts after it."""
             weights = {**with_gradients(outside, proxies), name: layers}
-            network = model.network(weights)
-            parts = parts_of(objective, model.network, weights, *micro)
+            network = model.bind(weights)
+            parts = parts_of(objective, model.bind, weights, *micro)
             last = max(number for number, part in enumerate(parts) if isinstance(part, Layers))
             stack = parts[last]
             assert isinstance(stack, Layers)

@@ -113,6 +113,7 @@ class Program:
         """(state, batch) -> (state, metrics): the training step, which donates its state."""
         update = make_step(self.spec)
 
+        # Plans recognize arguments by these names (`categories.category_of`).
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             return update(self.spec.to_memory(state), batch)
 
@@ -148,7 +149,7 @@ class Program:
                 from jaxmem.step.pipeline import pipeline_sums
 
                 return pipeline_sums(self.spec, plain, params, batch)
-            sums = jax.lax.map(lambda micro_batch: plain(self.model.network(params), micro_batch, None), batch)
+            sums = jax.lax.map(lambda micro_batch: plain(self.model.bind(params), micro_batch, None), batch)
             return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
         return self._lower(evaluate, self.spec.state.params, self.spec.batch, outputs=self.layout.replicated())
@@ -171,7 +172,7 @@ class Program:
         """(params, batch) -> the log-probability of each row, [micro-batches, rows]."""
 
         def of_rows(params: Params, batch: Batch) -> jax.Array:
-            network = self.model.network(params)
+            network = self.model.bind(params)
             return jax.lax.map(lambda micro_batch: likelihoods(network, micro_batch, self.cfg.memory), batch)
 
         replicated = self.layout.replicated()

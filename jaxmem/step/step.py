@@ -115,7 +115,7 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
     def loss(proxies: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
         """The loss of a micro-batch. Stacks apply the hooks of their weights layer by layer."""
         before = model.with_forward_state(state.params, batch.get(FORWARD_STATE))
-        network = model.network(with_gradients(before, proxies, partial_stacks))
+        network = model.bind(with_gradients(before, proxies, partial_stacks))
         sums = objective(network, {name: x for name, x in batch.items() if name != FORWARD_STATE}, keys)
         if model.forward_state:
             sums = sums | {FORWARD_STATE: network.state}

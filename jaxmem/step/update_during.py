@@ -14,7 +14,8 @@ An update, in the order in which it is computed:
    global norm): a backward pass that discards the gradients.
 3. `ForwardByParts.backward`: back through the parts. Parameters after the layers (the final norm) are updated first
    (`update_unstacked`). For a stack, `stack.reverse` computes the gradient of one layer after the other and passes it
-   to a `LayerUpdate` (`update_stack`).
+   to a `LayerUpdate` (`update_stack`): `ForwardPass.backward` loops over the layers and calls `Visitor.visit`, which
+   for each weight calls `StackUpdate.update` (optimizer and rounding: `ParameterGroup.update`) and `StackUpdate.put`.
 4. Other parameters outside of layers (`update_unstacked`), then embedding and output matrices, slice by slice
    (`VocabUpdate`).
 """

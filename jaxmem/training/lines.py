@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxmem.checkpoint.resume import changed
+from jaxmem.checkpoint.same_run import changed
 from jaxmem.config import LOW_RANK, Config
 from jaxmem.config.register import is_registered
 from jaxmem.config.sections import Data

@@ -82,13 +82,13 @@ class Progress:
         self._step = step
         if step % self.spec.log_every and step != self.spec.total_steps:
             return None
-        return self.row(metrics)
+        return self.log_step(metrics)
 
     @property
     def has_unlogged_steps(self) -> bool:
         return self._since.tokens > 0
 
-    def row(self, metrics: JsonView) -> JsonDict:
+    def log_step(self, metrics: JsonView) -> JsonDict:
         """Shows the metrics of the last step, and returns them with the measurements since the last logged step."""
         step = self._step
         now = self._clock()

@@ -10,7 +10,7 @@ from etils import epath
 
 from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.checkpoint.record import named_leaves, to_device
-from jaxmem.checkpoint.resume import refuse_changes
+from jaxmem.checkpoint.same_run import refuse_changes
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Config
 from jaxmem.config.load import load_config

@@ -261,7 +261,7 @@ def _preflight(cluster: Cluster) -> None:
 
 def _check_kernels(cfg: Config, devices: Sequence[jax.Device]) -> Config:
     """The config with kernels that passed their check on these devices."""
-    from jaxmem.step.kernel_choice import checked_kernels, refuse_gpu_kernels
+    from jaxmem.step.kernel_check import checked_kernels, refuse_gpu_kernels
 
     if devices[0].platform == "cpu":
         refuse_gpu_kernels(cfg)

@@ -88,7 +88,7 @@ class Telemetry:
         """Logs the last step of a run whose data has ended, or that was stopped, between two logged steps."""
         self.flush()
         if self._progress.has_unlogged_steps:
-            self._log(self._progress.row(self.last))
+            self._log(self._progress.log_step(self.last))
 
     def _log(self, row: JsonDict) -> None:
         step = row.pop("step")

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxmem import hf, models
 from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.checkpoint.metrics import parse_row
-from jaxmem.checkpoint.resume import refuse_changes
+from jaxmem.checkpoint.same_run import refuse_changes
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.cli.start import load
 from jaxmem.config import Decoder, load_config, save_config

@@ -13,7 +13,7 @@ from flax.traverse_util import unflatten_dict
 from jaxmem.config import Convnet, Mlp, Vit
 from jaxmem.models import build, image_networks
 from jaxmem.models.network import Execution
-from jaxmem.sharding.table import make_rules
+from jaxmem.sharding.table import make_tables
 from jaxmem.stack.call import StackOptions
 from tests.support.tiers import exhaustive
 
@@ -94,7 +94,7 @@ def test_outputs_are_per_image(cfg):
 
 @pytest.mark.parametrize("cfg", [VIT, CONVNET, MLP, changed(MLP, inputs="embedding")], ids=lambda cfg: cfg.family)
 def test_every_weight_has_logical_axes_with_a_rule(cfg):
-    known = set(make_rules(3).weights)
+    known = set(make_tables(3).weights)
     variables = nnx.to_flat_state(Compiled(cfg).variables)
     assert len(variables) > 8
     for path, variable in variables:

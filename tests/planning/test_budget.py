@@ -4,7 +4,6 @@ import pytest
 
 from jaxmem.config import Config, Save, load_config
 from jaxmem.config.devices import for_devices
-from jaxmem.estimate.categories import ROLE_OF_CATEGORY
 from jaxmem.estimate.layers import Layer, layers_of
 from jaxmem.estimate.memory import estimate
 from jaxmem.estimate.passes import passes_of
@@ -15,6 +14,7 @@ from jaxmem.planning.compile import compile_program
 from jaxmem.planning.hlo import total_flops
 from jaxmem.planning.result import plan
 from jaxmem.planning.targets import parse_target, target_devices, usable_memory
+from jaxmem.step.categories import ROLE_OF_CATEGORY
 from jaxmem.step.programs import program
 from tests.planning.conftest import SMALL, config
 

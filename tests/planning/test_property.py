@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmem.estimate.categories import CATEGORIES
+from jaxmem.step.categories import CATEGORIES
 from tests.planning.conftest import plan_here
 
 MESHES = ({"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"replica": 2, "fsdp": 2, "tensor": 2}, {"tensor": 4}, {"fsdp": 1})

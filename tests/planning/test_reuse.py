@@ -3,12 +3,12 @@
 import jax
 import pytest
 
-from jaxmem.estimate.categories import COPIES, SAVED
 from jaxmem.estimate.state import bytes_on_device
 from jaxmem.planning.breakdown import STATE_COPIES
 from jaxmem.planning.buffers import Lifetimes, peak_of, read_allocations, snapshot
 from jaxmem.planning.compile import compile_program
 from jaxmem.planning.result import Plan
+from jaxmem.step.categories import COPIES, SAVED
 from jaxmem.step.programs import program
 from tests.planning.conftest import SMALL, config
 

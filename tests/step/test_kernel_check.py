@@ -11,8 +11,8 @@ from jaxmem.errors import UserError
 from jaxmem.kernels import grouped_matmul, quantized_update, triton_launch
 from jaxmem.kernels.fused_attention import cudnn
 from jaxmem.kernels.support import Request
-from jaxmem.step import kernel_choice
-from jaxmem.step.kernel_choice import checked_kernels, failure
+from jaxmem.step import kernel_check
+from jaxmem.step.kernel_check import checked_kernels, kernel_failure
 from tests.kernels.test_cudnn import emulated
 
 OPTIMIZER = {"optimizer": {"name": "adamw8bit"}, "train": {"steps": 1}}
@@ -27,18 +27,18 @@ def own_state(tmp_path, monkeypatch):
 @pytest.mark.exhaustive
 def test_a_right_kernel_passes_once(monkeypatch):
     monkeypatch.setattr(cudnn, "ON_CPU", emulated)
-    assert failure("memory.attention", "cudnn", CALL) is None
-    monkeypatch.setattr(kernel_choice, "_difference", lambda *_: pytest.fail("it was remembered"))
-    assert failure("memory.attention", "cudnn", CALL) is None
+    assert kernel_failure("memory.attention", "cudnn", CALL) is None
+    monkeypatch.setattr(kernel_check, "_difference_from_plain", lambda *_: pytest.fail("it was remembered"))
+    assert kernel_failure("memory.attention", "cudnn", CALL) is None
 
 
 def test_a_kernel_that_passed_is_checked_again_with_other_versions(monkeypatch):
-    monkeypatch.setattr(kernel_choice, "_difference", lambda *_: None)
-    assert failure("memory.attention", "cudnn", CALL) is None
-    monkeypatch.setattr(kernel_choice, "_difference", lambda *_: "wrong")
-    assert failure("memory.attention", "cudnn", CALL) is None
-    monkeypatch.setattr(kernel_choice, "package_versions", lambda _: {"jax-triton": "9"})
-    assert failure("memory.attention", "cudnn", CALL) == "wrong"
+    monkeypatch.setattr(kernel_check, "_difference_from_plain", lambda *_: None)
+    assert kernel_failure("memory.attention", "cudnn", CALL) is None
+    monkeypatch.setattr(kernel_check, "_difference_from_plain", lambda *_: "wrong")
+    assert kernel_failure("memory.attention", "cudnn", CALL) is None
+    monkeypatch.setattr(kernel_check, "package_versions", lambda _: {"jax-triton": "9"})
+    assert kernel_failure("memory.attention", "cudnn", CALL) == "wrong"
 
 
 @pytest.mark.exhaustive
@@ -52,7 +52,9 @@ def test_a_wrong_kernel_is_found(output, name, monkeypatch):
 
     monkeypatch.setattr(cudnn, "ON_CPU", wrong)
     for _ in range(2):  # nothing that failed is remembered
-        assert (failure("memory.attention", "cudnn", CALL) or "").startswith(f"its {name} differs from plain JAX's by")
+        assert (kernel_failure("memory.attention", "cudnn", CALL) or "").startswith(
+            f"its {name} differs from plain JAX's by"
+        )
 
 
 @pytest.mark.exhaustive
@@ -67,10 +69,10 @@ def test_a_wrong_kernel_is_found(output, name, monkeypatch):
 )
 def test_own_kernels_pass_and_wrong_ones_are_found(setting, kind, module, function, output, monkeypatch):
     module = importlib.import_module(module)
-    monkeypatch.setattr(kernel_choice, "ROWS", 256)
-    monkeypatch.setattr(kernel_choice, "COLUMNS", 256)
-    monkeypatch.setattr(kernel_choice, "LENGTH", 64)
-    assert failure(setting, "triton", kind) is None
+    monkeypatch.setattr(kernel_check, "ROWS", 256)
+    monkeypatch.setattr(kernel_check, "COLUMNS", 256)
+    monkeypatch.setattr(kernel_check, "LENGTH", 64)
+    assert kernel_failure(setting, "triton", kind) is None
     right = getattr(module, function)
 
     def wrong(*args):
@@ -79,7 +81,7 @@ def test_own_kernels_pass_and_wrong_ones_are_found(setting, kind, module, functi
 
     monkeypatch.setattr(module, function, wrong)
     # The space makes it another call: passing is remembered per call.
-    assert (failure(setting, "triton", kind + " ") or "").startswith(f"its {output} differs from plain JAX's by")
+    assert (kernel_failure(setting, "triton", kind + " ") or "").startswith(f"its {output} differs from plain JAX's by")
 
 
 @pytest.mark.exhaustive
@@ -88,10 +90,10 @@ def test_a_kernel_that_raises_has_failed(monkeypatch):
         raise RuntimeError("no engine\nand a page of reasons")
 
     monkeypatch.setattr(cudnn, "ON_CPU", broken)
-    monkeypatch.setattr(kernel_choice, "cudnn_remedy", lambda: None)
-    assert failure("memory.attention", "cudnn", CALL) == "RuntimeError: no engine"
-    monkeypatch.setattr(kernel_choice, "cudnn_remedy", lambda: "nvidia-cudnn-cu13 is missing")
-    assert failure("memory.attention", "cudnn", CALL) == "nvidia-cudnn-cu13 is missing"
+    monkeypatch.setattr(kernel_check, "cudnn_remedy", lambda: None)
+    assert kernel_failure("memory.attention", "cudnn", CALL) == "RuntimeError: no engine"
+    monkeypatch.setattr(kernel_check, "cudnn_remedy", lambda: "nvidia-cudnn-cu13 is missing")
+    assert kernel_failure("memory.attention", "cudnn", CALL) == "nvidia-cudnn-cu13 is missing"
 
 
 def config(attention="auto"):
@@ -110,7 +112,7 @@ def test_a_wrong_kernel_is_replaced_by_the_next(monkeypatch):
         ("memory.attention", "triton"): "it does not compile",
         ("optimizer.kernel", "triton"): "it is off by 2",
     }
-    monkeypatch.setattr(kernel_choice, "failure", lambda key, name, _: wrong.get((key, name)))
+    monkeypatch.setattr(kernel_check, "kernel_failure", lambda key, name, _: wrong.get((key, name)))
     settings, lines = checked(config())
     for line, ((key, name), why) in zip(lines, wrong.items(), strict=True):
         assert line == f"warning: {key}={name} failed its check and is not used: {why}"
@@ -118,7 +120,7 @@ def test_a_wrong_kernel_is_replaced_by_the_next(monkeypatch):
 
 
 def test_kernels_that_pass_leave_the_config_as_it_is(monkeypatch):
-    monkeypatch.setattr(kernel_choice, "failure", lambda *_: None)
+    monkeypatch.setattr(kernel_check, "kernel_failure", lambda *_: None)
     assert checked(config()) == ({}, [])
 
 
@@ -129,17 +131,17 @@ def test_a_cpu_refuses_kernels_of_gpus(monkeypatch):
     )
     monkeypatch.setattr(triton_launch, "INTERPRETER", None)
     with pytest.raises(UserError, match=r"optimizer.kernel=triton .*use optimizer.kernel=auto"):
-        kernel_choice.refuse_gpu_kernels(kernels)
+        kernel_check.refuse_gpu_kernels(kernels)
 
 
 def test_a_failure_in_another_process_counts(monkeypatch):
     answers = iter([True, False, False])
-    monkeypatch.setattr(kernel_choice, "failure", lambda *_: None)
+    monkeypatch.setattr(kernel_check, "kernel_failure", lambda *_: None)
     _, (line,) = checked(config(), agree=lambda _: next(answers))
     assert "another process" in line
 
 
 def test_a_kernel_that_is_named_is_not_replaced(monkeypatch):
-    monkeypatch.setattr(kernel_choice, "failure", lambda *_: "it is off")
+    monkeypatch.setattr(kernel_check, "kernel_failure", lambda *_: "it is off")
     with pytest.raises(UserError, match=r"memory\.attention=cudnn failed its check .*: it is off; use .*=auto"):
         checked(config("cudnn"))

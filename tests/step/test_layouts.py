@@ -15,7 +15,7 @@ from jaxmem.planning.communication import collective
 from jaxmem.planning.hlo import read_module
 from jaxmem.sharding.layout import Layout, layout_for
 from jaxmem.sharding.leaves import StateArray, axes_of_state
-from jaxmem.sharding.table import Axis, assign_mesh_axes, make_rules
+from jaxmem.sharding.table import Axis, assign_mesh_axes, make_tables
 from jaxmem.step.programs import program
 from tests.step.conftest import SMALL, Trained, config
 from tests.support.tiers import cases
@@ -208,7 +208,7 @@ def test_what_two_dimensions_name_the_first_of_them_has(layout):
 
 def test_every_table_covers_the_same_axes():
     for zero in range(4):
-        table = make_rules(zero)
+        table = make_tables(zero)
         assert set(table.weights) == set(table.compute) == set(table.gradients) == set(table.optimizer)
         assert all(axis in MESH_AXES for over in table.activations.values() for axis in over)
 
@@ -243,7 +243,7 @@ def test_a_layout_only_acts_inside_it():
 
     x = np.zeros((3, 5), np.float32)
     assert constrain(x, "no", "such") is x
-    layout = Layout(layout_for(config(), jax.devices()[:1]).mesh, make_rules(3))
+    layout = Layout(layout_for(config(), jax.devices()[:1]).mesh, make_tables(3))
     with layout:
         assert current() is layout
         with pytest.raises(UserError, match="no rule"):
@@ -256,8 +256,8 @@ def test_an_adapter_is_sharded_over_expert_only_where_it_is_stored(role, over):
     """It computes whole; experts are sharded in every role."""
     mesh = {"fsdp": 2, "expert": 2, "context": 1}
     axes = (Axis("embed", like_storage=True), "rank")
-    rows, rank = assign_mesh_axes(axes, (32, 8), getattr(make_rules(3), role), mesh)
+    rows, rank = assign_mesh_axes(axes, (32, 8), getattr(make_tables(3), role), mesh)
     assert tuple(axis for axis in rows if mesh[axis] > 1) == over
     assert rank == ()
-    experts, *_ = assign_mesh_axes(("expert", *axes), (4, 32, 8), getattr(make_rules(3), role), mesh)
+    experts, *_ = assign_mesh_axes(("expert", *axes), (4, 32, 8), getattr(make_tables(3), role), mesh)
     assert experts == ("expert",)

@@ -61,7 +61,7 @@ class GaLoreRule(MatrixRule):
         axis, block = blocks(basis, BASIS_BLOCK)
         zero = spec.state_array(jnp.zeros((), jnp.int32), ())
         codes = basis.state_array(zeros(basis.shape, BASIS_FORMAT, block, axis))
-        return {"basis": codes, "inner": inner, "due": zero, "interval": zero}
+        return {"basis": codes, "inner": inner, "due": zero, "doublings": zero}
 
     def is_separable(self, dim: int, /) -> bool:
         del dim
@@ -109,16 +109,13 @@ class GaLoreRule(MatrixRule):
         q: QTensor = basis_state["basis"]
         same = jnp.sum(jnp.square(old.T @ new)) / self.rank >= self.similarity
         every = self.settings.refresh_every
-        interval = basis_state["interval"]
-        is_first = interval == 0
-        interval = jnp.where(interval == 0, every, interval)
         # The first intervals differ between layers, so that layers are never refreshed in the same update.
-        stagger = jnp.where(is_first, context.layer * every // context.layers, 0)
-        interval = jnp.where(same, 2 * interval, interval)
+        stagger = jnp.where(basis_state["due"] == 0, context.layer * every // context.layers, 0)
+        doublings = basis_state["doublings"] + same.astype(jnp.int32)
         return {
             "basis": quantize(new, q.format, q.block_size, q.axis),
-            "due": context.count - 1 + interval + stagger,
-            "interval": interval,
+            "due": context.count - 1 + (every << doublings) + stagger,
+            "doublings": doublings,
         }
 
 

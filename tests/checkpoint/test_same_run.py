@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxmem.checkpoint.resume import CHANGEABLE_KEYS, FIXED_KEYS, changed, refuse_changes
+from jaxmem.checkpoint.same_run import CHANGEABLE_KEYS, FIXED_KEYS, changed, refuse_changes
 from jaxmem.config import Config
 from jaxmem.errors import UserError, as_yaml
 
