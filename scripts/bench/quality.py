@@ -84,6 +84,9 @@ METHODS = MAIN | {
     "qgalore": Method("precision.parameters=int8 optimizer.name=qgalore optimizer.refresh_every=25", PROJECTED),
     "muon": Method("optimizer.name=muon", PROJECTED),
     "lora-16": Method(f"{_LORA} adapter.rank=16", ADAPTER),
+    "qlora-16-int8": Method(
+        "adapter.kind=qlora adapter.base=int8 adapter.embeddings=bfloat16 adapter.alpha=16 adapter.rank=16", ADAPTER
+    ),
     "dora-16": Method("adapter.kind=dora adapter.alpha=16 adapter.rank=16", ADAPTER),
     "lora-4": Method(f"{_LORA} adapter.rank=4", ADAPTER),
     "lora-64": Method(f"{_LORA} adapter.rank=64", ADAPTER),
