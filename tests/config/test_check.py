@@ -6,6 +6,7 @@ import re
 import pytest
 
 from jaxmem.config import Config, load_config
+from jaxmem.config.base import read_table
 from jaxmem.errors import UserError
 
 TEXT = {"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 100}}
@@ -65,6 +66,11 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (TEXT, ["train.tokens=5"], "train.steps and train.tokens are both set; set exactly one of them"),
         (TEXT, ["train.steps=null"], "train.steps and train.tokens are both null; set exactly one of them"),
         (PICTURES, ["train={tokens: 9}"], "train.tokens=9 ... model.family=decoder"),
+        (
+            PICTURES,
+            ["adapter={kind: qlora, embeddings: bfloat16}"],
+            "adapter.embeddings=bfloat16 ... model.family=vit; use adapter.embeddings=null",
+        ),
         (TEXT, ["optimizer.warmup=100"], "optimizer.warmup=100 ... train.steps=100 ... optimizer.warmup=99"),
         (
             TEXT,
@@ -287,6 +293,11 @@ def test_refused(base, overrides, parts):
 )
 def test_allowed(base, overrides):
     assert isinstance(load_config(base, overrides), Config)
+
+
+def test_a_key_requires_one_other_key():
+    keys = [key for keys in read_table("combinations")["requires"].values() for key in keys]
+    assert sorted(keys) == sorted(set(keys))
 
 
 def test_all_problems_are_reported_at_once():
