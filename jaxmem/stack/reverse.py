@@ -139,6 +139,8 @@ class SavedDerivative:
 
         def trace() -> tuple[Tree, Derivative]:
             weights, x, layer_input, shared = example()
+            # Another array than `shared`, which may have the input of the first layer too.
+            x = jax.lax.optimization_barrier(x)
             known = proxies_of(weights), weights, layer_input, shared
             return known, differentiate_layer(run, *known, x)[1]
 

@@ -46,6 +46,28 @@ def test_gradients_are_those_of_jax_while_what_was_visited_is_spoilt():
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
+def test_all_layers_may_read_the_input_of_the_first(remat):
+    graphdef, state = nnx.split(stacked(Affine, 3, nnx.Rngs(0)))
+    weights, x = nnx.to_pure_dict(state), jnp.arange(6.0).reshape(2, 3) / 6
+
+    def call(weights, x):
+        residual = lambda block, x, _, first: (jnp.sin(x * block.a + block.b) + first, None)  # noqa: E731
+        return stack_call(nnx.merge(graphdef, weights), residual, x, None, x, options=StackOptions(remat))
+
+    def visit(carried, number, dw, _):
+        return jax.tree.map(lambda total, g: total.at[number].set(g), carried, dw)
+
+    def visited(weights, x):
+        passed = forward(call(weights, x))
+        zeros = jax.tree.map(jnp.zeros_like, weights)
+        return passed.backward(2 * passed.y, Visitor(zeros, lambda _: weights, visit))[0]
+
+    expected = jax.jit(jax.grad(lambda weights, x: jnp.sum(apply_call(call(weights, x))[0] ** 2)))(weights, x)
+    found = jax.jit(visited)(weights, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
 def test_micro_batches_share_arrays_without_rows(remat):
     """A mask and scales, whose first sizes are the number of micro-batches."""
     layers, rows, time = 3, 4, 2
