@@ -108,19 +108,23 @@ class VocabSlices:
         """The array with slice j replaced, in the same memory."""
         new = send_like(new, x)
         new = new.reshape(*x.shape[:dim], self.stored_parts, -1, *x.shape[dim + 1 :])
-        start = self._start(j) * (x.shape[dim] // self.stored_parts) // self.part_size
+        start = self._start(j) // self._entries_of_element(x, dim)
         return jax.lax.dynamic_update_slice_in_dim(self._split(x, dim), new, start, axis=dim + 1).reshape(x.shape)
 
     def _read(self, x: jax.Array, dim: int, j: Int[Array, ""]) -> jax.Array:
         part = x.shape[dim] // self.stored_parts
-        start = self._start(j) * part // self.part_size
-        width = self.width * part // self.part_size
+        start = self._start(j) // self._entries_of_element(x, dim)
+        width = self.width // self._entries_of_element(x, dim)
         if width == part:  # the slice is the complete part
             return self._split(fetch_from_host(x), dim)
         if self.stored_parts == 1:  # not reshaped before the copy, which keeps the layout of the array in host memory
             rows = fetch_from_host(jax.lax.dynamic_slice_in_dim(x, start, width, axis=dim))
             return rows.reshape(*x.shape[:dim], 1, width, *x.shape[dim + 1 :])
         return fetch_from_host(jax.lax.dynamic_slice_in_dim(self._split(x, dim), start, width, axis=dim + 1))
+
+    def _entries_of_element(self, x: jax.Array, dim: int) -> int:
+        """The number of vocabulary entries that share an element of an array along `dim`."""
+        return self.part_size * self.stored_parts // x.shape[dim]
 
     def _start(self, j: Int[Array, ""]) -> Int[Array, ""]:
         return jnp.minimum(j * self.width, self.part_size - self.width)

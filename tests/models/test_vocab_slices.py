@@ -32,6 +32,22 @@ def test_a_slice_is_read_and_written_at_its_entries():
     np.testing.assert_array_equal(table[:, 2], -np.arange(24.0))
 
 
+def test_slices_of_a_large_vocabulary():
+    """The square of the vocabulary of Llama 3 exceeds 32 bits."""
+    slices = VocabSlices(vocab=128256, width=2048)
+    table = jnp.arange(slices.vocab, dtype=jnp.int32)
+
+    def moved(j):
+        return slices.read(table, 0, j), slices.entries(j)[0], slices.write(table, 0, j, -slices.read(table, 0, j))
+
+    for j in (9, slices.count - 1):
+        rows, entries, written = jax.jit(moved)(jnp.int32(j))
+        first = min(j * slices.width, slices.vocab - slices.width)
+        np.testing.assert_array_equal(rows, np.arange(first, first + slices.width))
+        np.testing.assert_array_equal(np.flatnonzero(written < 0), rows)
+        np.testing.assert_array_equal(entries[entries >= 0], rows[entries >= 0])
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("shape", "axes"), [((32, 64), ("embed", "vocab")), ((64, 32), ("vocab", "embed"))])
 def test_a_large_matrix_is_initialized_in_slices(shape, axes, monkeypatch):
