@@ -224,9 +224,8 @@ def timetable(name: Name, stages: int, micro_batches: int, rounds: int = 1) -> T
     backward = [(micro, v - 1 - round_index) for micro, round_index in order]
     # The first tick of B on the last stage, counted in ticks of F: when the last layers have processed the first item.
     begin = v * m + p - 1 if name in ("gpipe", "circular") else order.index((0, v - 1)) + p - 1
-    count = max(begin, 0) + v * m + p - 1
     rows: list[list[WorkItem | None]] = []
-    for pair in range(max(count, v * m + p - 1)):
+    for pair in range(begin + v * m + p - 1):
         rows.append([_item_at(order, pair - s, FORWARD) for s in range(p)])
         rows.append([_item_at(backward, pair - begin - (p - 1 - s), BACKWARD) for s in range(p)])
     rows = [row for row in rows if any(row)]
