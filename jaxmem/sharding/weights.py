@@ -246,15 +246,22 @@ def _convert(w: jax.Array, axes: Axes, storage: Storage, blocks_along: int) -> j
     axis = -1 if axes[:1] == ("vocab",) else blocks_along
     if not is_matrix(axes) or w.shape[axis] < MIN_BLOCK or "router" in axes:
         return w
-    limit = precision.block_size or FORMATS[precision.parameters].block_size
-    size = w.shape[axis]
-    is_exact = (storage.has_exact_blocks or precision.parameters == "mxfp4") and size % min(limit, size) == 0
-    block = min(limit, size) if is_exact else even_block_size(size, limit) or min(limit, size)
+    block = block_size_of(w.shape[axis], precision, is_exact=storage.has_exact_blocks)
     double_quant = storage.double_quant
     if not isinstance(double_quant, bool):
-        double_quant = math.gcd(size // block, double_quant)  # groups that do not extend over columns
+        double_quant = math.gcd(w.shape[axis] // block, double_quant)  # groups that do not extend over columns
     q = quantize(w, precision.parameters, block, axis, double_quant=double_quant)
     return dataclasses.replace(q, dtype="bfloat16")
+
+
+def block_size_of(size: int, precision: Precision, *, is_exact: bool) -> int:
+    """The values of a column of `size` values that share a scale. `is_exact`: as many as `precision` says, wherever it
+    divides the column; otherwise a size with which columns have a multiple of 8 blocks, if possible."""
+    limit = precision.block_size or FORMATS[precision.parameters].block_size
+    most = min(limit, size)
+    if (is_exact or precision.parameters == "mxfp4") and size % most == 0:
+        return most
+    return even_block_size(size, limit) or most
 
 
 _storage: ContextVar[Storage | None] = ContextVar("storage", default=None)

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from jaxmem.config import Config, Decoder, Precision, Vit
 from jaxmem.errors import UserError, unsupported
 from jaxmem.kernels.support import Request, attention_refusal, experts_refusal, triton_refusal
-from jaxmem.quant import FORMATS
 from jaxmem.quant.precision import compute_dtype
-from jaxmem.quant.qtensor import even_block_size
 from jaxmem.sharding.share import share_of
-from jaxmem.sharding.weights import MIN_BLOCK
+from jaxmem.sharding.weights import MIN_BLOCK, block_size_of
 from jaxmem.step.context_methods import context_methods, context_seconds
 
 ATTENTION, EXPERTS, UPDATE = "memory.attention", "memory.experts", "optimizer.kernel"
@@ -183,7 +181,8 @@ def _experts_choice(cfg: Config, platform: str, capability: int | None, failed: 
     in_fp8 = any(cfg.precision.is_fp8(f"blocks.mlp.{name}") for name in ("gate", "up", "down"))
     of_format = None
     if stays_quantized:
-        of_format = experts_refusal(form, _expert_blocks(precision, model, cfg.mesh.tensor))
+        is_exact = cfg.base_quantization is not None
+        of_format = experts_refusal(form, _expert_blocks(precision, model, cfg.mesh.tensor, is_exact))
     named = cfg.memory.experts
     if named == "triton" and in_fp8:
         use = "memory.experts=auto, or precision.fp8_layers without experts, e.g. ['*.attention.*']"
@@ -197,12 +196,12 @@ def _experts_choice(cfg: Config, platform: str, capability: int | None, failed: 
     return _first_supported(_FUSED_EXPERTS, {"triton": refusal}, "blockwise", capability, kind)
 
 
-def _expert_blocks(precision: Precision, model: Decoder, tensor: int) -> Iterator[tuple[int, int]]:
-    """The inputs of each matrix of an expert, and the number of values that share a scale on one device."""
+def _expert_blocks(precision: Precision, model: Decoder, tensor: int, is_exact: bool) -> Iterator[tuple[int, int]]:
+    """The inputs of each matrix of an expert, and the number of values that share a scale on one device. `is_exact`: as
+    in `block_size_of`."""
     for inputs, parts in ((model.embed, 1), (model.mlp, tensor)):
-        limit = precision.block_size or FORMATS[precision.parameters].block_size
         if inputs >= MIN_BLOCK:
-            yield inputs, math.gcd(even_block_size(inputs, limit) or min(limit, inputs), inputs // parts)
+            yield inputs, math.gcd(block_size_of(inputs, precision, is_exact=is_exact), inputs // parts)
 
 
 def _update_choice(cfg: Config, capability: int | None, failed: Mapping[str, str]) -> Choice | None:

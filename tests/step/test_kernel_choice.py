@@ -54,6 +54,7 @@ def test_updates_that_have_a_fused_form(sections, chosen):
         (90, ["adapter.base=int8"], "triton", "all experts at once"),
         (90, ["adapter.base=int3"], "blockwise", "does not dequantize int3"),
         (90, ["adapter.base=nf4", "precision.block_size=null", "mesh.tensor=256"], "blockwise", "blocks of a multiple"),
+        (90, ["adapter.base=mxfp4", "model.mlp=864"], "triton", "all experts at once"),  # 32 values, not 864 / 32 = 27
         (90, ["memory.experts=blockwise"], "blockwise", "memory.experts"),
         (75, [], "blockwise", "7.5"),
         (None, [], "blockwise", "no NVIDIA GPU"),
