@@ -87,7 +87,8 @@ class Mlp(ImageNetwork):
         if self.cfg.inputs == "one_hot":
             x = jax.nn.one_hot(pixels, self.cfg.categories, dtype=dtype)
         elif self.categories is not None:
-            x = jnp.take(fetch(self.categories, dtype), pixels, axis=0)
+            # The gradient adds up all pixels of a category; in bfloat16 the sum would end at some hundred terms.
+            x = jnp.take(fetch(self.categories, jnp.float32), pixels, axis=0).astype(dtype)
         else:
             x = pixels.astype(dtype)
         return constrain(self.stem(x.reshape(images.shape[0], -1)), "batch", "embed")

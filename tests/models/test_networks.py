@@ -175,6 +175,19 @@ def patches(pictures, patch):
     ]
 
 
+def test_gradients_of_categories_are_summed_in_float32():
+    images = jnp.zeros((256, 8, 8, 1), jnp.int32)  # 16,384 pixels of one category
+
+    def gradient(dtype):
+        cfg = changed(MLP, inputs="embedding")
+        graphdef, state = nnx.split(build(cfg, nnx.Rngs(0), Execution(dtype=np.dtype(dtype))))
+        loss = lambda weights: jnp.sum(nnx.merge(graphdef, weights).embed(images).astype(jnp.float32))  # noqa: E731
+        return jax.jit(jax.grad(loss))(nnx.to_pure_dict(state))["categories"][0]
+
+    expected = gradient(jnp.float32)
+    assert jnp.linalg.norm(gradient(jnp.bfloat16) - expected) < 0.05 * jnp.linalg.norm(expected)
+
+
 def test_a_vit_depends_on_patch_positions():
     network, order = Compiled(VIT), np.random.default_rng(0).permutation(16)
     cut = [patch for row in patches(images(), 2) for patch in row]
