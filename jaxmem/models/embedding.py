@@ -123,7 +123,7 @@ def take_rows(matrix: Matrix, ids: jax.Array, dtype: DTypeLike, mode: str | None
     own codes and scales."""
 
     def take(x: jax.Array) -> jax.Array:
-        if x.shape[0] == 1:  # one value for all rows
+        if x.shape[0] < matrix.shape[0]:  # one value for all rows
             return fetch_from_host(x).reshape(*[1] * (ids.ndim - 1), *x.shape)
         if is_on_host(x):  # rows are fetched one at a time, which is fast for few ids
             return jax.lax.map(lambda i: fetch_from_host(x[i]), ids.reshape(-1)).reshape(*ids.shape, -1)

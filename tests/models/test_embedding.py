@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem.models.embedding import lookup
+from jaxmem.models.embedding import lookup, separate_lookup
+from jaxmem.models.vocab_slices import VocabSlices
 from jaxmem.sharding.layout import layout_for
 from tests.step.conftest import config
 
@@ -34,3 +35,12 @@ def test_rows_and_their_gradients_are_those_of_one_device_for_any_order_of_mesh_
     np.testing.assert_array_equal(rows, matrix[ids])
     expected = jax.grad(lambda matrix: jnp.sum(matrix[ids] * weights))(matrix)
     np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+
+
+def test_slices_of_one_row_have_the_gradient_of_this_row():
+    matrix, ids = jnp.ones((3, 4)), jnp.asarray([[0, 1, 1], [1, 0, 0]])
+    result = separate_lookup(matrix, ids, ("vocab", "embed"), jnp.float32)
+    slices = VocabSlices(vocab=3, width=1)
+    g = jax.random.normal(jax.random.key(0), (*ids.shape, 4))
+    rows = [result.weight_gradient(g, matrix, slices, jnp.int32(j)) for j in range(slices.count)]
+    np.testing.assert_allclose(jnp.concatenate(rows), result.weight_gradient(g, matrix), rtol=1e-6)
