@@ -91,7 +91,7 @@ def _with_lora(kind: Any) -> Any:
 def _low_rank(module: Any, x: jax.Array, y: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     """(x A) B in the shape of the output y."""
     if isinstance(module, nnx.Embed):
-        return a[x] @ b
+        return a.astype(jnp.float32)[x].astype(a.dtype) @ b  # the cast makes the gradient of `a` a sum in float32
     x = x.astype(y.dtype)
     if isinstance(module, nnx.Einsum):
         inputs, result, inner, outer, sizes = _equation(module)

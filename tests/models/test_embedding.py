@@ -1,5 +1,7 @@
 """The lookup in a sharded embedding matrix."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +37,19 @@ def test_rows_and_their_gradients_are_those_of_one_device_for_any_order_of_mesh_
     np.testing.assert_array_equal(rows, matrix[ids])
     expected = jax.grad(lambda matrix: jnp.sum(matrix[ids] * weights))(matrix)
     np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"fsdp": 4}, {"fsdp": 2, "tensor": 2}])
+def test_the_gradient_of_a_frequent_token_is_a_sum_in_float32(mesh):
+    ids = jnp.zeros((8, 2048), jnp.int32)
+    g = jnp.full((8, 2048, 32), 0.01, jnp.bfloat16)
+
+    def weighted(matrix):
+        return jnp.sum((lookup(matrix, ids, ("vocab", "embed"), jnp.bfloat16) * g).astype(jnp.float32))
+
+    with layout_for(config(mesh=mesh), jax.devices()[: math.prod(mesh.values())]):
+        gradient = jax.jit(jax.grad(weighted))(jnp.ones((264, 32), jnp.bfloat16))
+    np.testing.assert_allclose(gradient[0].astype(jnp.float32), 16384 * float(g[0, 0, 0]), rtol=0.01)
 
 
 def test_slices_of_one_row_have_the_gradient_of_this_row():
