@@ -25,6 +25,7 @@ from jaxmem.errors import UserError, results_of
 
 CHECKED_RECORDS = 32  # records of a source that `check` reads
 MAX_HASHED = 256 << 20  # largest size in bytes of data that a fingerprint reads completely
+BATCHES_OF_SCRIPT = "batches of a script"  # their fingerprint
 
 # "all": all records in their own order, for data that is only evaluated.
 Split = Literal["train", "held_out", "all"]
@@ -122,7 +123,7 @@ def fingerprint(cfg: Config) -> str:
     the data elsewhere is the same data. For larger data: names, sizes, times of change, first and last 4 KiB.
     """
     if cfg.user.data is not None:
-        return "batches of a script"
+        return BATCHES_OF_SCRIPT
     digest = hashlib.blake2b(digest_size=16)
     if cfg.reads_text:
         tokenizer = tokenizer_for(cfg.data.tokenizer)

@@ -12,16 +12,17 @@ from typing import Unpack
 
 import jax
 
+from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.checkpoint.metrics import MAX_METRIC
 from jaxmem.config import Data
 from jaxmem.config.combinations import OF_SOURCES
 from jaxmem.config.methods import user_objects
 from jaxmem.config.user import ModelParts, UserData
-from jaxmem.data.corpus import Corpus, Split, source_of
+from jaxmem.data.corpus import BATCHES_OF_SCRIPT, Corpus, Split, source_of
 from jaxmem.data.user import open_loader
 from jaxmem.distributed.agree import any_process, serialized
 from jaxmem.errors import UserError, as_yaml
-from jaxmem.inference.load import is_run, model_config, open_model, open_run
+from jaxmem.inference.load import is_run, model_config, open_model, open_run, read_newest
 from jaxmem.inference.reference import Reference, reference_of
 from jaxmem.machine.terminal import say
 from jaxmem.step.objective import means
@@ -31,6 +32,8 @@ from jaxmem.typing import Tree
 Means = dict[str, float]
 # Settings of the training that the batches of a script may not support.
 WITHOUT_TRAINING = ("data.epochs=null", "train.evaluate_every=null", "checkpoint.keep_best=false")
+
+DATA_KEYS = ("data.source=", "data.path=", "data.mixture=")  # overrides that name other data than that of a run
 
 
 class Evaluator(AbstractContextManager["Evaluator"]):
@@ -73,6 +76,8 @@ def evaluate(
     """The loss and other metrics of a run or a Hugging Face directory on all of `data`: files of texts or of records
     (JSONL, Parquet) in a form that training reads, or an iterable of batches. Without `data`, a run is evaluated on its
     held-out data; `overrides` may name other data. `parts`: model and loss of the script that trained the run."""
+    if data is None and is_run(run) and not any(word.startswith(DATA_KEYS) for word in overrides):
+        _check_has_data(run, overrides)
     if parts or not (data is None or isinstance(data, str)):
         objects = user_objects({**parts, "data": data})  # type: ignore[typeddict-item]
         objects = dataclasses.replace(objects, held_out=objects.data)  # not two: an iterator is read once
@@ -90,6 +95,17 @@ def evaluate(
         if jax.process_index() == 0:
             say(*evaluator.summary(), file=sys.stderr)
         return result
+
+
+def _check_has_data(run: str | Path, overrides: Sequence[str]) -> None:
+    """Refuses a run that was trained on batches of a script: its config names other data, by default the standard
+    library of Python."""
+    position, _ = read_newest(run, model_config(run, overrides), Checkpoints.read)
+    if position.get("fingerprint") == BATCHES_OF_SCRIPT:
+        raise UserError(
+            f"{run}: was trained on batches of a script, so its held-out data is unknown; use --data FILE, or in a"
+            " script jaxmem.evaluate(run, batches)"
+        )
 
 
 def _settings_of(data: str) -> list[str]:

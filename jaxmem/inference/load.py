@@ -134,11 +134,11 @@ def open_run(
         as_saved = built.with_precision(precision)
         return as_saved, _saved_params(as_saved, checkpoints, step)
 
-    as_saved, params = _read_newest(directory, cfg, read)
+    as_saved, params = read_newest(directory, cfg, read)
     return built, params if as_saved.cfg == built.cfg else _store_as(built, params)
 
 
-def _read_newest(run: str | Path, cfg: Config, read: Callable[[Checkpoints, int], T]) -> T:
+def read_newest(run: str | Path, cfg: Config, read: Callable[[Checkpoints, int], T]) -> T:
     """What `read` returns for the newest checkpoint and its step. If the run writes at the same time and has deleted
     this checkpoint, the next newest is read."""
     path = checkpoint_directory(run, cfg.checkpoint.path, cfg.name)
@@ -191,7 +191,7 @@ def initial_state(built: Program) -> TrainState:
     if run is not None:
         check_run(run, "adapter.base_run")
         saved = load_config(Path(run, "config.yaml"))
-        base = _read_newest(run, saved, partial(base_params, built))
+        base = read_newest(run, saved, partial(base_params, built))
     elif getattr(built.cfg.model, "hf", None) is not None:
         base = read_base(built)
     else:

@@ -14,7 +14,7 @@ from jaxmem.checkpoint.paths import move_aside
 from jaxmem.checkpoint.record import DamagedError
 from jaxmem.config import Config
 from jaxmem.errors import UserError
-from jaxmem.inference.load import _read_newest
+from jaxmem.inference.load import read_newest
 from tests.checkpoint.conftest import State, abstract, bits, filled, mesh
 
 POSITION = {"rows": 96, "sources": [{"file": 3, "offset": 12}], "fingerprint": "5f0c"}
@@ -196,7 +196,7 @@ def test_a_reader_takes_the_next_checkpoint_if_the_run_has_deleted_its_own(tmp_p
         checkpoints.read(step)
         return step
 
-    assert _read_newest(tmp_path, cfg, read) == 1
+    assert read_newest(tmp_path, cfg, read) == 1
     (tmp_path / "x" / "1" / "run" / "metadata").write_text("")
     with pytest.raises(DamagedError):
-        _read_newest(tmp_path, cfg, read)
+        read_newest(tmp_path, cfg, read)

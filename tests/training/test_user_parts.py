@@ -123,6 +123,22 @@ def test_a_script_evaluates_a_run_in_spite_of_settings_that_only_training_reads(
     assert jaxmem.evaluate(run.directory, batches[:1]) != expected
 
 
+def test_a_run_on_batches_of_a_script_is_not_evaluated_on_other_data(tmp_path):
+    """Its config names the standard library of Python, which is the default."""
+    batches = [{"inputs": np.ones((ROWS, 8), np.int32)}]
+    changes = {"model": DECODER | {"layers": 1}, "data": {"sequence_length": 8}, "mesh": {}, "train": {"steps": 1}}
+    run = jaxmem.train(settings(tmp_path, **changes), jax.devices()[:1], data=batches)
+    with pytest.raises(UserError, match=r"was trained on batches of a script, .*; use --data FILE"):
+        jaxmem.evaluate(run.directory)
+    assert jaxmem.evaluate(run.directory, batches)["loss"] > 0
+    texts = tmp_path / "texts.txt"
+    texts.write_text("some words " * 20)
+    named = ["data.source=text", f"data.path={texts}"]
+    assert jaxmem.evaluate(run.directory, str(texts))["loss"] > 0
+    with pytest.raises(UserError, match="at least 2 records"):
+        jaxmem.evaluate(run.directory, overrides=named)
+
+
 @pytest.mark.exhaustive
 def test_own_batches_for_the_loss_of_a_config(tmp_path):
     tokens = np.random.default_rng(1).integers(0, 256, (8, 32)).astype(np.int32)
