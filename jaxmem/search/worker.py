@@ -47,9 +47,10 @@ def config_key(question: str, cfg: Config, target: Target, reserve_gib: float | 
     return _key({"question": question, "config": config, "sources": _sources()}, target, reserve_gib)
 
 
-def program_key(text: str, target: Target, reserve_gib: float | None) -> str:
-    """The key of a lowered program. Many configs share a program, such as the initialization."""
-    return _key({"program": text}, target, reserve_gib)
+def program_key(text: str, target: Target, limit: int) -> str:
+    """The key of a lowered program. Many configs share a program, such as the initialization. `limit`: bytes of a
+    device, to which XLA reduces the memory of a program for GPUs."""
+    return _key({"program": text, "limit": limit if target.gpu else 0}, target, None)
 
 
 def read_answer(key: str) -> JsonDict | None:
@@ -131,11 +132,12 @@ def step_plan(cfg: Config, target: Target, _: float | None) -> JsonDict:
 def other_phases(cfg: Config, target: Target, reserve_gib: float | None) -> JsonDict:
     """Bytes per device of the phases other than the step. Many configs share these programs, so each program is cached
     by its text."""
-    built = program(cfg, target_devices(target, usable_memory(target, cfg.memory, reserve_gib)))
+    limit = usable_memory(target, cfg.memory, reserve_gib)
+    built = program(cfg, target_devices(target, limit))
     sizes = {}
     for phase, lower in built.lower_others().items():
         lowered = lower()
-        key = program_key(lowered.as_text(), target, reserve_gib)
+        key = program_key(lowered.as_text(), target, limit)
         answer = read_answer(key) or {"total": compile_program(lowered, here=target.is_here, runs=False).total}
         write_answer(key, answer)
         sizes[phase] = answer["total"]

@@ -42,8 +42,10 @@ def test_cache_keys_depend_on_content() -> None:
         worker.config_key("step", cfg, dataclasses.replace(parse_target("h100-80gb:2"), per_host=1), None),
     ]
     assert len({name, *others}) == 1 + len(others)
-    programs = {worker.program_key(text, TWO, reserve) for text in ("a", "b") for reserve in (None, 3.0)}
-    assert len(programs) == 4
+    gpus = parse_target("h100-80gb:2")
+    programs = [worker.program_key(text, gpus, limit) for text in ("a", "b") for limit in (1 << 30, 2 << 30)]
+    assert len(set(programs)) == 4, "XLA reduces the memory of a program to the limit"
+    assert worker.program_key("a", TWO, 1 << 30) == worker.program_key("a", TWO, 2 << 30)
 
 
 def test_cache_keys_depend_on_the_sources_and_flags(monkeypatch: pytest.MonkeyPatch) -> None:
