@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxmem.config import Config, Decoder, load_config
+from jaxmem.config import Config, Decoder
 from jaxmem.config.combinations import value_of
 from jaxmem.config.devices import batch_step, for_devices, resolve, time_parts
+from jaxmem.config.load import config_of, read_config
 from jaxmem.errors import UserError, nearest
 from jaxmem.machine.console import Printed
 from jaxmem.planning.targets import Target, usable_memory
@@ -156,6 +157,7 @@ class _Search:
 
     def __init__(self, cfg: Config, key: str, allow: Sequence[str], compilers: CompilerPool) -> None:
         self._raw = cfg.model_dump(mode="json")
+        self._user = cfg.user
         self._key = key
         self._compilers = compilers
         self._knobs = allowed(allow)
@@ -229,7 +231,7 @@ class _Search:
             reason: str | None = None
             valid: list[Candidate] = []
             try:
-                original = load_config(self._raw, [f"{self._key}={value}"])
+                original = config_of(read_config(self._raw, [f"{self._key}={value}"]), self._user)
                 # The largest value leaves no memory for saved activations.
                 cfg = original.replace(memory={"remat": "full"}) if original.memory.remat == "auto" else original
                 all_candidates = Space(cfg, self._compilers.target, self._knobs, original=original).start()

@@ -3,16 +3,19 @@
 import json
 from typing import Any
 
+import optax
 import pytest
 
 from jaxmem.config import Config, load_config
 from jaxmem.config.devices import for_devices
+from jaxmem.config.methods import config_with
 from jaxmem.errors import UserError
 from jaxmem.estimate.memory import Estimate
 from jaxmem.planning.estimated import estimated
 from jaxmem.planning.targets import Target
 from jaxmem.search import largest
 from jaxmem.search.largest import UNITS, search_largest
+from jaxmem.typing import JsonDict
 
 from .conftest import SMALL, FakeCompilers, config, estimate_once, with_memory
 
@@ -125,6 +128,13 @@ def test_the_policy_in_place_of_auto_is_printed() -> None:
     assert found.beyond.candidate.overrides[-1] == "memory.remat=full"
 
 
+def test_the_optimizer_of_a_script_is_in_each_config() -> None:
+    cfg = config_with(config(memory={"remat": "full"}), optimizer=optax.sgd(1e-3))
+    with FakeCompilers(with_memory("h100-80gb:8", 1000)) as compilers:
+        search_largest(cfg, "model.layers", [], compilers)
+    assert {asked.user for asked in compilers.asked} == {cfg.user}
+
+
 def test_where_not_even_one_fits() -> None:
     with FakeCompilers(with_memory("h100-80gb:8", 1000)) as compilers:
         found = search_largest(config(), "model.layers", [], compilers)
@@ -150,14 +160,14 @@ def test_what_cannot_be_asked(key: str, allow: list[str], said: str) -> None:
 
 def test_the_limit_of_a_key_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """From some value on no config is valid: it is the largest that fits, and the reason is printed."""
-    valid = largest.load_config
+    valid = largest.read_config
 
-    def limited(raw: Any, overrides: list[str]) -> Config:
+    def limited(raw: Any, overrides: list[str]) -> JsonDict:
         if int(overrides[0].partition("=")[2]) > 5:
             raise UserError("model.layers is at most 5")
         return valid(raw, overrides)
 
-    monkeypatch.setattr(largest, "load_config", limited)
+    monkeypatch.setattr(largest, "read_config", limited)
     with FakeCompilers(with_memory("h100-80gb:8", 1 << 40)) as compilers:
         found = search_largest(config(), "model.layers", [], compilers)
     assert found.best is not None
