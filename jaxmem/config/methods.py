@@ -6,7 +6,7 @@ memory and time (mesh, recompute, offload, micro-batches) do not belong to a met
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
@@ -214,6 +214,15 @@ def _apply(name: str, raw: JsonDict) -> None:
         if isinstance(old, dict):  # otherwise the check of the config refuses it
             remaining = {key: value for key, value in old.items() if key not in _REPLACED.get(section, ())}
             raw[section] = {**remaining, **new}
+
+
+def setting_of_method(names: Iterable[str], overrides: Sequence[str]) -> str | None:
+    """The first override of a setting that makes the difference between methods, or None. Settings of memory do not
+    change a method."""
+    sections = [item for name in names for item in METHODS[name].settings.items() if item[0] != "memory"]
+    keys = {f"{section}.{key}" for section, settings in sections for key in settings}
+    keys |= {section for section, _ in sections}
+    return next((override for override in overrides if override.partition("=")[0].strip() in keys), None)
 
 
 def without_replaced(method: str, words: Sequence[str]) -> list[str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxmem.config import Config, Decoder
-from jaxmem.config.methods import METHODS, RunSource
+from jaxmem.config.methods import METHODS, RunSource, without_replaced
 from jaxmem.errors import one_line
 from jaxmem.machine.console import Printed
 from jaxmem.machine.gpus import GIB
@@ -122,6 +122,7 @@ class Comparison(Printed):
     results: tuple[MethodResult, ...]
     command: tuple[str, ...]  # arguments of `jaxmem plan`: the model or config, and the options that were set
     seconds: float
+    replaces: bool = False  # whether the settings of a method replace those of `command`
 
     @property
     def fitting(self) -> list[MethodResult]:
@@ -139,7 +140,8 @@ class Comparison(Printed):
     def plan_command(self, result: MethodResult) -> str:
         """The command that plans the config of a method."""
         assert result.candidate
-        words = (*self.command, "--method", result.name, *result.candidate.overrides, "--target", self.target.name)
+        given = without_replaced(result.name, self.command) if self.replaces else self.command
+        words = (*given, "--method", result.name, *result.candidate.overrides, "--target", self.target.name)
         return format_command(["jaxmem", "plan", *last_overrides(words)])
 
     def as_json(self) -> JsonDict:
@@ -252,7 +254,7 @@ def compare(
         compilers: The processes that compile.
         progress: Called with lines of text.
         methods: Names of METHODS, by default all.
-        current: A config; a method with an equal config is left out.
+        current: A config, whose methods are replaced; a method with an equal config is left out.
     """
     start = time.perf_counter()
     target = compilers.target
@@ -276,7 +278,8 @@ def compare(
         for name, outcome in searched.items()
     ]
     limit = searches[0].trials.limit if searches else 0
-    return Comparison(config(), target, limit, tuple(results), command, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return Comparison(config(), target, limit, tuple(results), command, seconds, replaces=current is not None)
 
 
 def _report(progress: Progress, name: str, line: str) -> None:

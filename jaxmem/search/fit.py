@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from jaxmem.config import Config
-from jaxmem.config.methods import RunOptions, RunSource, check_method, is_model, run_config
+from jaxmem.config.methods import (
+    METHODS,
+    RunOptions,
+    RunSource,
+    check_method,
+    is_model,
+    run_config,
+    setting_of_method,
+    without_replaced,
+)
 from jaxmem.errors import UserError, as_yaml
 from jaxmem.machine.console import Printed
 from jaxmem.planning.accuracy import published_range
@@ -191,18 +200,18 @@ def fit(
     for name, value in (("allow", allow), ("compiles", compiles)):
         if compares and value is not None:
             raise UserError(f"{name}={as_yaml(value)} supports a single method only; use method=NAME")
-    kinds = [override for override in options.get("overrides", ()) if override.startswith("adapter.kind=")]
-    if compares and kinds:  # each row would have the name of its method, and the figures of this kind
-        raise UserError(f"{kinds[-1]} supports a single method only; choose the method too, e.g. lora")
     if len(methods) > 1:
         options["method"] = None
+    names = [check_method(name) for name in methods] if len(methods) > 1 else []
+    overrides = options.get("overrides", ())
+    if compares and (override := setting_of_method(names or METHODS, overrides)):
+        # Each row would have the name of its method, and the figures of this setting.
+        raise UserError(f"{override} supports a single method only; choose the method too, e.g. --method lora")
     config = functools.partial(run_config, source, devices=aim.count, **options)
     command = command_line(source, {**options, "reserve": reserve_gib})
     with CompilerPool(aim, reserve_gib) as compilers:
-        if len(methods) > 1:
-            return compare(config, command, compilers, progress, methods=[check_method(name) for name in methods])
         if compares:
-            return compare(config, command, compilers, progress)
+            return compare(config, command, compilers, progress, methods=names)
         cfg = config()
         words = DEFAULT_ALLOW if allow is None else allow
         most = DEFAULT_COMPILES if compiles is None else compiles
@@ -210,7 +219,12 @@ def fit(
         if result.best:
             return result
         progress("nothing fits; comparing other methods of training")
-        return dataclasses.replace(result, other_methods=compare(config, command, compilers, progress, current=cfg))
+
+        def other(method: str | None = None) -> Config:
+            """The config, or that of another method, whose settings replace those that the user gave."""
+            return config(method=method, overrides=without_replaced(method, overrides)) if method else cfg
+
+        return dataclasses.replace(result, other_methods=compare(other, command, compilers, progress, current=cfg))
 
 
 def search(

@@ -252,6 +252,25 @@ def test_another_method_replaces_what_the_user_gave(monkeypatch: pytest.MonkeyPa
         assert estimate_once(found, plan.target).total == one.total
 
 
+def test_where_nothing_fits_other_methods_replace_what_the_user_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "compile_target", lambda _: with_memory("h100-80gb:2", 1 << 10))
+    monkeypatch.setattr(fit, "CompilerPool", lambda aim, *_: FakeCompilers(aim))
+    for name in METHODS.keys() - {"full", "qlora"}:
+        monkeypatch.delitem(METHODS, name)
+    given = ["optimizer.name=sgd", "optimizer.learning_rate=0.5"]
+    found = fit.fit(MODEL, "h100-80gb:2", batch=2, overrides=given, allow=["update"])
+    assert isinstance(found, fit.Fit)
+    assert found.other_methods
+    names = {"full": "adamw", "qlora": "sgd"}  # only the method full sets it
+    for result in found.other_methods.results:
+        assert result.candidate
+        assert result.candidate.cfg.optimizer.name == names[result.name]
+        assert result.candidate.cfg.optimizer.learning_rate == 0.5
+        words = shlex.split(found.other_methods.plan_command(result))
+        assert ("optimizer.name=sgd" in words) == (result.name == "qlora")
+        assert "optimizer.learning_rate=0.5" in words
+
+
 def test_a_config_that_was_not_compiled_has_a_reason() -> None:
     cfg = config(data={"sequence_length": 512})
     total = estimate_once(for_devices(cfg, 8), with_memory("h100-80gb:8", 0)).total

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -202,5 +203,6 @@ def test_a_comparison_of_methods_has_no_settings_of_one_method() -> None:
     for option in ({"allow": ["remat"]}, {"compiles": 3}):
         with pytest.raises(UserError, match=f"{next(iter(option))}=.* supports a single method only"):
             fit("tiny", "cpu:2", **option)
-    with pytest.raises(UserError, match=r"adapter\.kind=dora supports a single method only"):
-        fit("tiny", "cpu:2", overrides=["adapter.kind=dora"])
+    for override in ("adapter.kind=dora", "precision.parameters=bfloat16", "optimizer={name: lion}"):
+        with pytest.raises(UserError, match=f"^{re.escape(override)} supports a single method only"):
+            fit("tiny", "cpu:2", overrides=["memory.update=during", override])
