@@ -273,12 +273,16 @@ def ideal_flops(built: Program) -> float:
         plain = cfg.replace(mesh=Mesh(), memory={"remat": "none", "offload": "none"})
         matmuls = passes_of(plain, built.platform).matmuls
         return float(cfg.batch.global_size * sum(matmul.times * matmul.flops for matmul in matmuls))
+    parameters -= cfg.prompt_length * model.embed  # the inputs of a prompt
     length = cfg.row_length
     looked_up = 0 if model.tie_embeddings else model.vocab * model.embed
     seen = [min(window or length, length) for window in model.windows]
     pairs = sum(n * length - n * (n - 1) / 2 for n in seen)  # (query, key) that are not masked, in all layers
-    attention = 4 * model.heads * model.head_dim * pairs
-    frozen = parameters - built.model.active_trainable_count if cfg.trainable_patterns else 0  # they have no gradient
+    value_dim = model.head_dim if model.latent is None else model.latent.value_dim
+    attention = 2 * model.heads * (model.head_dim + value_dim) * pairs
+    frozen = 0
+    if cfg.trainable_patterns:  # weights without a gradient
+        frozen = built.model.active_count - built.model.active_trainable_count
     if looked_up and built.model.select(built.model.shapes)["embedding"]["weight"] is None:
         frozen -= looked_up  # not in the forward pass either
     forward = 2.0 * (parameters - looked_up) * length + attention

@@ -30,6 +30,24 @@ def test_frozen_embeddings_are_looked_up_only(tied: bool) -> None:
     assert ideal_flops(built) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("name", ["values are narrower than keys", "a prompt has no matmul"])
+def test_what_each_token_is_multiplied_with(name: str) -> None:
+    length = 24
+    is_latent = name.startswith("values")
+    experts = {"count": 4, "top_k": 2, "renormalize": False, "shared": 64, "shared_gate": False}
+    latent = {"latent": {"kv_rank": 16, "rope_dim": 4, "value_dim": 4}, "kv_heads": SMALL["heads"], "experts": experts}
+    adapter = {} if is_latent else {"kind": "prompt", "virtual_tokens": 8}
+    data = {"sequence_length": length, "packing": is_latent}
+    cfg = config(model=SMALL | (latent if is_latent else {}), batch={"global_size": 1}, data=data, adapter=adapter)
+    built = program(cfg, jax.devices()[:1])
+    embed = SMALL["embed"]
+    used = built.model.active_count - SMALL["vocab"] * embed - (0 if is_latent else 8 * embed)
+    tokens = length if is_latent else length + 8
+    pairs = SMALL["layers"] * tokens * (tokens + 1) / 2
+    attention = 2 * SMALL["heads"] * (SMALL["head_dim"] + (4 if is_latent else SMALL["head_dim"])) * pairs
+    assert ideal_flops(built) == pytest.approx((6 if is_latent else 4) * used * tokens + 3 * attention)
+
+
 @pytest.mark.parametrize(
     ("target", "family"), [("cpu", "convnet"), ("cpu", "vit"), exhaustive("h100-80gb:1", "convnet")]
 )
