@@ -169,8 +169,9 @@ class FileOrder:
             visit = len(self._starts) - 1
             if self._epochs is not None and visit >= self._epochs * self._per_epoch:
                 return None
-            if visit == self._per_epoch and not self._starts[-1]:
-                raise EmptyDataError([self._files.names[self._file(empty)] for empty in range(visit)])
+            if visit >= self._per_epoch and not self._starts[-1] and not self._has_other_files:
+                empty = dict.fromkeys(map(self._file, range(visit)))
+                raise EmptyDataError([self._files.names[file] for file in empty])
             self._starts.append(self._starts[-1] + self._length(visit))
         visit = self._visit(place)
         if visit > self._newest:
@@ -181,6 +182,12 @@ class FileOrder:
         order = self._files.training_order(file, self._seed)
         _, record = order[visit // self._per_epoch * len(order) + place - self._starts[visit]]
         return file, record
+
+    @property
+    def _has_other_files(self) -> bool:
+        """Whether a later epoch of this shard may have records although the first has none."""
+        lengths = self._files.lengths
+        return self._files.data.shuffle and (len(lengths) < len(self._files.names) or any(lengths.values()))
 
     def _length(self, visit: int) -> int:
         file = self._file(visit)

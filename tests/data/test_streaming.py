@@ -169,6 +169,19 @@ def test_a_process_whose_files_are_empty_names_them(config: Make, shards: Path) 
         take(cfg, 1, rows=[1])
 
 
+def test_a_process_whose_first_files_are_empty_reads_those_of_the_next_epoch(config: Make, shards: Path) -> None:
+    for file in range(FILES - 1):
+        (shards / f"{file}.jsonl").write_text("")
+    cfg = config(path=str(shards), streaming=True, global_size=FILES, sequence_length=64, packing=False)
+    for row in range(FILES):
+        [text] = documents(take(cfg, 1, rows=[row]))
+        assert text in texts_of(shards)
+    for file in shards.iterdir():
+        file.write_text("")
+    with pytest.raises(UserError, match=rf"\S+\.jsonl and {FILES - 1} others: the data is empty"):
+        take(cfg, 1, rows=[0])
+
+
 def test_the_line_of_a_run_names_the_files(config: Make, shards: Path) -> None:
     cfg = config(path=str(shards), streaming=True)
     with Loader(cfg) as loader:
