@@ -211,6 +211,13 @@ class Loader(AbstractContextManager["Loader"]):
             self._open[0] = _built_ahead(self._build())
         self._batches.set_state(state)
 
+    def has_ended(self) -> bool:
+        """Whether no batch is left. All processes call it together."""
+        rows = self._build()
+        rows.set_state(self._batches.get_state())
+        has_data = not rows.has_ended
+        return not (self._agree(has_data) if self._agree else has_data)
+
     def rewind(self) -> None:
         """Returns to the beginning of the split."""
         self._batches.set_state(self._start)

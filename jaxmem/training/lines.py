@@ -123,11 +123,15 @@ def finished_line(built: Program, before: JsonView, step: int, directory: Path) 
     """A run that had finished before, and the settings that differ from its own, which have no effect."""
     cfg = built.cfg
     line = f"{cfg.name}: {step} steps are done, in {directory}"
-    changes = changed(before, cfg.model_dump(mode="json"), ("*",), ("mesh*", "output", "name"))
+    extension = f"train.steps above {step}"
+    if step < cfg.steps:
+        line = f"{cfg.name}: the data ended after step {step} of {cfg.steps}, in {directory}"
+        extension = f"data.epochs above {cfg.data.epochs}"
+    changes = changed(before, cfg.model_dump(mode="json"), ("*",), ("mesh*", "output", "name", "checkpoint.resume"))
     if not changes:
-        return f"{line}; to continue, increase train.steps"
+        return f"{line}; to continue, use {extension}"
     line += f"; changes without effect on a finished run: {abridge(changes)}"
-    return f"{line}; set another name for a new run, or train.steps above {step} to continue this one"
+    return f"{line}; set another name for a new run, or {extension} to continue this one"
 
 
 def last_line(cfg: Config, step: int, directory: Path, *, data_ended: bool = False) -> str:

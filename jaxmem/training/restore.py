@@ -36,18 +36,20 @@ def data_fingerprint(cfg: Config) -> str:
     return mine
 
 
-def newest_of_same_run(built: Program, directory: Path, path: epath.Path, fingerprint: str) -> tuple[int, JsonDict]:
-    """The step and the config of the newest checkpoint; step 0 without checkpoints. Refuses a checkpoint if its config
-    differs in fields that must not change."""
+def newest_of_same_run(
+    built: Program, directory: Path, path: epath.Path, fingerprint: str
+) -> tuple[int, JsonDict, JsonDict]:
+    """The step, data position and config of the newest checkpoint; step 0 without checkpoints. Refuses a checkpoint if
+    its config differs in fields that must not change."""
     latest = _read_latest(path)
     if latest is None:
-        return 0, {}
+        return 0, {}, {}
     step, position, before = latest
     after = built.cfg.model_dump(mode="json")
     before = load_config(before).model_dump(mode="json")  # adds settings that did not exist when it was saved
     refuse_changes(before, after, directory, (position["fingerprint"], fingerprint))
     SavedState(built).check_base(position, directory)
-    return step, before
+    return step, position, before
 
 
 def resuming_own_checkpoints(cfg: Config, path: epath.Path) -> Config:

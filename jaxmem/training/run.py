@@ -113,7 +113,6 @@ def run(
 
 def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
     from jaxmem.inference.evaluate import Evaluator
-    from jaxmem.inference.load import initial_state
     from jaxmem.planning.budget import resolve_remat
     from jaxmem.planning.result import plan_program
     from jaxmem.planning.targets import local_target
@@ -139,6 +138,8 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
 
     with ExitStack() as stack:
         loader = stack.enter_context(open_loader(cfg, "train", built.rows, agree=any_process))
+        if cfg.data.epochs and (finished := _finished(built, directory, checkpoint_path, fingerprint, loader)):
+            return finished
         evaluate = stack.enter_context(Evaluator(built, loader.corpus)) if cfg.train.evaluate_every else None
         document_tokens = loader.corpus.check()
         first = jax.process_index() == 0
@@ -150,9 +151,7 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
         checkpoints = stack.enter_context(_checkpoints(cfg.checkpoint, checkpoint_path))
         stack.enter_context(failing_together())  # closing the contexts above needs all processes
         stack.enter_context(explained_out_of_memory(plan))
-        step, state, position = restore(built, checkpoints) or (0, initial_state(built), {})
-        if position:
-            loader.restore(position)
+        step, state, position = _begin(built, checkpoints, loader)
         saved = SavedState(built)
         sources: JsonDict = {"fingerprint": fingerprint, "jobs": jobs()} | ({"base": saved.base} if saved.base else {})
         sources |= _add_reference(built, loader, state, fingerprint, position.get("reference"))
@@ -221,16 +220,23 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
     return Result(directory, step, telemetry.last, held_out, lambda: state, built, stop.exit_code, plan)
 
 
-def _finished(built: Program, directory: Path, path: epath.Path, fingerprint: str) -> Result | None:
-    """The result of a run whose steps are all done; None if steps are left. Refuses a run of another config."""
+def _finished(
+    built: Program, directory: Path, path: epath.Path, fingerprint: str, loader: Loader | None = None
+) -> Result | None:
+    """The result of a run whose steps are all done or, with a `loader`, whose data has ended; None if steps are left.
+    Refuses a run of another config."""
     if built.cfg.checkpoint.resume == "never":
         return None
-    done, config = newest_of_same_run(built, directory, path, fingerprint)
+    done, position, config = newest_of_same_run(built, directory, path, fingerprint)
     if done < built.cfg.steps:
-        return None
+        if loader is None or not position:
+            return None
+        loader.restore(position)
+        if not loader.has_ended():
+            return None
     with _checkpoints(built.cfg.checkpoint, path) as checkpoints, failing_together():
         newest = newest_state(built, checkpoints)
-    if newest is None or newest.step < built.cfg.steps:
+    if newest is None or newest.step < min(done, built.cfg.steps):
         return None
     if jax.process_index() == 0:
         say_text(lines.finished_line(built, config, newest.step, directory))
@@ -278,6 +284,17 @@ def _check_kernels(cfg: Config, devices: Sequence[jax.Device]) -> Config:
 
 def _checkpoints(section: Checkpoint, path: epath.Path) -> Checkpoints:
     return Checkpoints(path, section.every, section.keep, section.keep_best)
+
+
+def _begin(built: Program, checkpoints: Checkpoints, loader: Loader) -> tuple[int, TrainState, JsonDict]:
+    """Step, state and data position with which the run begins or continues, at which the loader is then."""
+    from jaxmem.inference.load import initial_state
+
+    resumed = restore(built, checkpoints)
+    if resumed is None:
+        return 0, initial_state(built), {}
+    loader.restore(resumed[2])
+    return resumed
 
 
 def _add_reference(

@@ -45,6 +45,21 @@ def test_every_document_that_often(config: Make, shards: Path, options: dict[str
     assert documents(take(cfg)) == Counter(dict.fromkeys(texts_of(shards), 2))
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_end_of_the_data_is_known_without_a_batch(config: Make, shards: Path, streaming: bool) -> None:
+    cfg = config(path=str(shards), streaming=streaming, epochs=1)
+    with Loader(cfg) as loader:
+        assert not loader.has_ended()
+        batches = list(loader)
+        position = json.loads(json.dumps(loader.state()))
+    with Loader(cfg) as loader:
+        loader.restore(position)
+        assert loader.has_ended()
+        loader.rewind()
+        assert not loader.has_ended()
+        assert_equal(list(loader), batches)
+
+
 def test_the_held_out_share_of_the_first_file(config: Make, shards: Path) -> None:
     cfg = config(path=str(shards), streaming=True, epochs=1, held_out=0.3, sequence_length=64)
     trained, held_out = documents(take(cfg)), documents(take(cfg, split="held_out"))

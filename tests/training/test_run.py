@@ -138,7 +138,7 @@ def test_the_best_checkpoint_is_kept(config):
 
 
 @pytest.mark.exhaustive
-def test_the_data_may_end_first(config, capsys):
+def test_the_data_may_end_first(config, capsys, monkeypatch):
     few = {"epochs": 1, "held_out": 0.78}  # a fifth of the text to train on
     train = {"steps": 10_000, "log_every": 100, "evaluate_every": 5_000, "evaluate_batches": 2}
     cfg = config(data=few, train=train, checkpoint={"every": None, "resume": "never"})
@@ -152,8 +152,17 @@ def test_the_data_may_end_first(config, capsys):
     assert max(row["step"] for row in before if "loss" in row) == result.step
     saved = load_config(result.directory / "config.yaml")
     assert saved.checkpoint.resume == "auto"
-    assert run(saved).step == result.step
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxmem.planning.result.plan_program", None)
+        again = run(saved)
+    assert again.step == result.step
+    assert again.metrics.items() >= result.metrics.items()
+    assert again.held_out["loss"] == result.held_out["loss"]
+    assert "; to continue, use data.epochs above 1" in capsys.readouterr().out
     assert metrics(result.directory) == before, "nothing is left to train on, nor to evaluate"
+    more = run(saved.replace(data={"epochs": 2}, train={"steps": result.step + 1}))
+    assert more.step == result.step + 1
 
 
 @pytest.mark.exhaustive
