@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
+from pathlib import PurePath
 
 from jaxmem.config.adapter import LOW_RANK
 from jaxmem.config.combinations import OF_SOURCES, value_of
@@ -101,8 +102,10 @@ def _source(cfg: Config, key: str, source: Source) -> Iterator[str]:
         yield unsupported(given, f"objective.name={cfg.objective.name}", use)
     if source.kind.needs_path and source.path is None:
         yield f"{given} requires {key}.path; set it to a file, a directory or a glob"
-    if kind == "text" and str(source.path).endswith(".jsonl"):  # each line would be a text with braces and escapes
-        yield unsupported(given, f"{key}.path={source.path}", f"{key}.source=jsonl")
+    suffix = PurePath(source.path or "").suffix.lower()
+    other = next((name for name, other in SOURCES.items() if suffix in other.suffixes), None)
+    if kind == "text" and other:  # lines of JSON would be texts with braces and escapes
+        yield unsupported(given, f"{key}.path={source.path}", f"{key}.source={other}")
     for field in ("path", "field"):
         value = getattr(source, field)
         having = OF_SOURCES[f"data.{field}"][1]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxmem.config.sections import SOURCES
 from jaxmem.data.chat_template import Message, TemplateError, template_for
 from jaxmem.data.jsonl import read_objects
 from jaxmem.errors import UserError
@@ -102,14 +103,14 @@ class TextGenerator:
 def read_prompts(file: str | Path) -> list[str]:
     """One prompt per line: text, or JSON with a `prompt` if the name ends in .jsonl."""
     path = Path(file)
-    if path.suffix == ".jsonl":
+    if path.suffix.lower() in SOURCES["jsonl"].suffixes:
         prompts = [(number, record.get("prompt")) for number, record in read_objects(path, "prompt")]
         for number, prompt in prompts:
             if not isinstance(prompt, str):
                 raise UserError(f"{file}, line {number}: prompt is missing or not a string")
         return [str(prompt) for _, prompt in prompts]
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -265,6 +265,12 @@ def lines(base: dict, *overrides: str) -> list[str]:
             "dynamic4 does not support training; use int8 or nf4, or adapter.base",
         ),
         (TEXT, ["data.source=text", "data.path=a.jsonl"], "data.source=text ... data.path=a.jsonl ... source=jsonl"),
+        (TEXT, ["data.source=text", "data.path=a.NDJSON"], "data.source=text ... data.path=a.NDJSON ... source=jsonl"),
+        (
+            TEXT,
+            ["data.source=text", "data.path=b.parquet"],
+            "data.source=text ... data.path=b.parquet ... source=parquet",
+        ),
         (TEXT, ["mesh.stage=0"], "mesh.stage=0 ... use mesh.stage=1, or -1"),
     ],
 )

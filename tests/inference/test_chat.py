@@ -162,8 +162,11 @@ def test_commands(model: Path, tmp_path: Path, capsys, monkeypatch) -> None:
 
 
 def test_a_prompt_ends_where_its_line_ends(tmp_path: Path) -> None:
-    (tmp_path / "p.txt").write_bytes("one\u2028two\x0cthree\r\n\nfour".encode())
+    """A byte order mark, with which editors on Windows begin a file, is not a part of the first prompt."""
+    (tmp_path / "p.txt").write_bytes("\ufeffone\u2028two\x0cthree\r\n\nfour".encode())
     assert read_prompts(tmp_path / "p.txt") == ["one\u2028two\x0cthree", "four"]
+    (tmp_path / "p.NDJSON").write_text('{"prompt": "one"}\n')
+    assert read_prompts(tmp_path / "p.NDJSON") == ["one"]
 
 
 @pytest.mark.parametrize(
