@@ -54,8 +54,9 @@ class ColumnRows:
         return int(self._ends[-1])
 
     def record(self, index: int) -> JsonDict:
-        """A row. Values that JSON does not have, such as dates, are text. Fields of objects that are null are left out:
-        all objects of a column have the same fields, so a field that an object lacks is null in the file."""
+        """A row. Values that JSON does not have, such as dates, are text; bytes that are not text are null. Fields of
+        objects that are null are left out: all objects of a column have the same fields, so a field that an object
+        lacks is null in the file."""
         group, row = self._find(index)
         with self._lock:
             table = self.decoded(group).slice(row, 1)
@@ -65,7 +66,7 @@ class ColumnRows:
             values = {name: table.column(name)[0].as_py() for name in table.schema.names}
         except UnicodeDecodeError as error:
             raise InvalidRecordError(f"a string is not UTF-8: {error}") from error
-        return {name: _without_nulls(value) for name, value in json.loads(json.dumps(values, default=str)).items()}
+        return {name: _without_nulls(value) for name, value in json.loads(json.dumps(values, default=_text)).items()}
 
     def where(self, index: int) -> str:
         group, row = self._find(index)
@@ -114,6 +115,16 @@ class ColumnRows:
             if "string" not in kind:
                 raise UserError(f"{path}: data.field={self._field} has type {kind}; use a column of strings")
         return opened
+
+
+def _text(value: object) -> str | None:
+    """A value that JSON does not have. Some programs write text as bytes, without its type."""
+    if not isinstance(value, bytes):
+        return str(value)
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _without_nulls(value: Any) -> Any:

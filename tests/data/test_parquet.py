@@ -116,6 +116,13 @@ def test_objects_in_columns_have_their_own_fields_only(tmp_path: Path) -> None:
     assert records.rows.record(0) == {"tools": tools, "note": None}
 
 
+def test_text_that_a_file_has_as_bytes_is_text(tmp_path: Path) -> None:
+    file = tmp_path / "chats.parquet"
+    pq.write_table(pa.table({"output": ["h\u00e9".encode()], "image": [b"\xff"], "nested": [[{"a": b"b"}]]}), file)
+    records = open_records(JsonRecords, [file])
+    assert records.rows.record(0) == {"output": "h\u00e9", "image": None, "nested": [{"a": "b"}]}
+
+
 def write_file(path: Path, texts: list[bytes]) -> Path:
     """A file whose column of strings contains these bytes."""
     table = pa.table({"text": pa.array(texts).view(pa.string())})
