@@ -34,7 +34,7 @@ SETTINGS = {
 
 
 def finetune(model: str, chats: str, overrides: Sequence[str] = ()) -> Result:
-    """Trains, or returns the result of a run that is complete, which has no losses."""
+    """Trains, or returns the result of a run that is complete."""
     data = {**SETTINGS["data"], "path": chats}
     cfg = jaxmem.load_config({**SETTINGS, "model": {"hf": model}, "data": data}, overrides)
     with joined(cfg.cluster.heartbeat_timeout, cfg.cluster.start_timeout):

@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 
 import jaxmem
+from jaxmem.checkpoint.paths import checkpoint_directory
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.data.loader import merge_states
 from jaxmem.distributed.agree import any_process, gather
@@ -24,7 +25,7 @@ from jaxmem.inference.load import initial_state
 from jaxmem.planning.budget import resolve_remat
 from jaxmem.planning.result import plan_program
 from jaxmem.planning.targets import local_target
-from jaxmem.training.restore import data_fingerprint, restore
+from jaxmem.training.restore import data_fingerprint, newest_of_same_run, restore
 
 
 def train(config: str, overrides: Sequence[str] = ()) -> list[float]:
@@ -55,20 +56,23 @@ def run(cfg: jaxmem.Config, *, is_first: bool) -> list[float]:
     # Data: each process reads the rows of its devices.
     losses = []
     directory = Path(cfg.output, cfg.name)
+    path = checkpoint_directory(directory, cfg.checkpoint.path, cfg.name)
+    fingerprint = data_fingerprint(cfg)
+    newest_of_same_run(program, directory, path, fingerprint)  # refuses checkpoints of other data or another model
     with (
         jaxmem.Loader(cfg, rows=program.rows, agree=any_process) as loader,
-        jaxmem.Checkpoints(directory / "checkpoints", cfg.checkpoint.every, cfg.checkpoint.keep) as checkpoints,
+        jaxmem.Checkpoints(path, cfg.checkpoint.every, cfg.checkpoint.keep) as checkpoints,
     ):
         # The newest checkpoint, or a new state. Every array is created or read sharded.
         step, state, position = restore(program, checkpoints) or (0, initial_state(program), {})
         if position:
             loader.restore(position)
         saved = SavedState(program)
-        data = {"fingerprint": data_fingerprint(cfg)}
+        sources = {"fingerprint": fingerprint} | ({"base": saved.base} if saved.base else {})
 
         def save(*, force: bool) -> None:
             if checkpoints.is_due(step, force=force):
-                position = merge_states(gather(loader.state())) | data
+                position = merge_states(gather(loader.state())) | sources
                 checkpoints.save(step, saved.of(state), position, cfg.model_dump(mode="json"), force=force)
 
         batches = iter(loader)

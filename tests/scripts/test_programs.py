@@ -42,6 +42,8 @@ def test_train_has_the_losses_of_the_command_and_resumes(config: Path, tmp_path:
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 4
     assert train.train(str(config), ["name=script"]) == losses
+    with pytest.raises(jaxmem.UserError, match=r"cannot resume from .*: seed was 0, is 1"):
+        train.train(str(config), ["name=script", "train.steps=6", "seed=1"])
     assert len(train.train(str(config), ["name=script", "train.steps=6"])) == 2, "steps 5 and 6"
 
 

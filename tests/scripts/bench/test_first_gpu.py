@@ -74,6 +74,16 @@ def test_nothing_starts_after_the_time(tmp_path: Path, monkeypatch: pytest.Monke
     assert not list(tmp_path.iterdir())
 
 
+def test_a_measurement_that_had_too_little_time_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = Measurement("steps", "a", 300.0, lambda seconds: [{"error": f"not ended within {seconds:.0f} s"}])
+    monkeypatch.setattr(first_gpu, "measurements", lambda *_, **__: iter([stopped]))
+    monkeypatch.setattr(first_gpu, "this_machine", lambda: HERE)
+    assert first_gpu.main(["--output", str(tmp_path), "--minutes", "1"]) == 1
+    assert not list(tmp_path.iterdir())
+    assert first_gpu.main(["--output", str(tmp_path)]) == 0
+    assert [file.name for file in tmp_path.iterdir()] == ["steps-a.json"]
+
+
 @pytest.mark.exhaustive
 def test_kernels_without_a_gpu_are_checked_on_tiny_shapes() -> None:
     (added,) = (wanted for wanted in first_gpu.measurements(None, tiny=True) if wanted.name == "int8_add-results")
