@@ -178,6 +178,8 @@ def open_file(file: Path) -> Any:
 def _files(directory: Path, single: str | None = None, *, is_fetched: bool = False) -> list[Path]:
     if not directory.is_dir():
         raise UserError(f"{directory}: does not exist; use a directory with config.json and *.safetensors")
+    if (directory / (single or SINGLE)).is_file():  # also beside an index, as in transformers
+        return [directory / (single or SINGLE)]
     if single is None and (directory / INDEX).is_file():
         named = read_json(directory / INDEX).get("weight_map")
         if not isinstance(named, dict) or not named:
@@ -194,8 +196,6 @@ def _files(directory: Path, single: str | None = None, *, is_fetched: bool = Fal
                 f"{directory / INDEX}: points to missing files: {abridge(absent)}; copy them into the directory"
             )
         return [directory / name for name in files]
-    if (directory / (single or SINGLE)).is_file():
-        return [directory / (single or SINGLE)]
     if single is None and (directory / GGUF_FILE).is_symlink():
         return [directory / GGUF_FILE]
     if not is_fetched:  # weights in the cache of the hub are fetched first

@@ -137,6 +137,7 @@ def no_index(place: Path) -> None:
 
 
 def outside(place: Path) -> None:
+    without(place)
     index(place, {"x": "../model.safetensors"})
 
 
@@ -219,6 +220,19 @@ def test_an_incomplete_directory_is_refused(
     with pytest.raises(UserError, match=message) as refused:
         hf.load(place)
     assert "\n" not in str(refused.value)
+
+
+def test_a_file_with_all_weights_is_read_beside_an_index(tmp_path: Path, directories: Path) -> None:
+    """Of a model that was saved into the directory of another one. transformers reads this file too."""
+    place = tmp_path / "model"
+    shutil.copytree(directories / "llama3", place)
+    weight_map = split(place)
+    index(place, weight_map)
+    for file in set(weight_map.values()):
+        save_file({name: 0 * x for name, x in load_file(place / file).items()}, place / file)
+    shutil.copy(directories / "llama3/model.safetensors", place)
+    read, expected = (hf.load(model).embedding.weight[...] for model in (place, directories / "llama3"))
+    np.testing.assert_array_equal(read, expected)
 
 
 @pytest.mark.parametrize(
