@@ -2,8 +2,9 @@
 
 The lock allows one run at a time, since two runs would overwrite each other's checkpoints. It is a lock of the
 operating system (flock) on `output/.NAME.lock`, which is released when the process ends for any reason; a lock that
-consists of a file would remain after a killed run. Process 0 has the lock. On a shared file system it applies to all
-hosts if the file system supports this; a file system without locks is reported.
+consists of a file would remain after a killed run. There is another one in `checkpoint.path`. Process 0 has the locks.
+On a shared file system they apply to all hosts if the file system supports this; a file system without locks is
+reported.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import jax
 from etils import epath
 
 from jaxmem.checkpoint.paths import move_aside
-from jaxmem.config import Decoder
+from jaxmem.config import Config, Decoder
 from jaxmem.config.load import save_config
 from jaxmem.distributed.agree import any_process, gather
 from jaxmem.errors import UserError
@@ -38,8 +39,9 @@ UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)  # error
 
 
 @contextmanager
-def run_lock(output: str | Path, name: str) -> Iterator[str | None]:
-    """A context that locks `output/name` for this run. Yields a warning if the file system has no locks."""
+def run_lock(output: str | Path, name: str, key: str = "output") -> Iterator[str | None]:
+    """A context that locks `output/name` for this run. Yields a warning if the file system has no locks. `key`: the
+    setting that names `output`."""
     lock = None
     refusal = None
     warning = None
@@ -54,7 +56,7 @@ def run_lock(output: str | Path, name: str) -> Iterator[str | None]:
             refusal = f"{Path(output, name)} is in use by {holder}; wait until it ends, or set another name"
         except OSError as error:
             if error.errno not in UNSUPPORTED:
-                refusal = f"output: cannot write {path}: {error.strerror}; set output to another directory"
+                refusal = f"{key}: cannot write {path}: {error.strerror}; set {key} to another directory"
             warning = f"warning: {path.parent} does not support file locks; do not start {name} twice at the same time"
     try:
         if refusal := gather(refusal)[0]:
@@ -64,6 +66,14 @@ def run_lock(output: str | Path, name: str) -> Iterator[str | None]:
         if lock is not None:
             path.unlink(missing_ok=True)  # before the lock is released, so that no other process acquires it in between
             os.close(lock)
+
+
+def locked_places(cfg: Config) -> dict[str, str]:
+    """The setting and the directory of each place in which a run is locked: that of its files and, unless it is a
+    bucket, that of its checkpoints, which runs with another `output` may share."""
+    places = {"output": cfg.output, "checkpoint.path": cfg.checkpoint.path or cfg.output}
+    local = {key: place for key, place in places.items() if "://" not in place}
+    return local if len(set(map(os.path.realpath, local.values()))) == len(local) else {"output": cfg.output}
 
 
 def _acquire(path: Path) -> int:

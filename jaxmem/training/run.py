@@ -37,7 +37,7 @@ from jaxmem.machine.terminal import say, say_text
 from jaxmem.step.programs import Program, program
 from jaxmem.step.state import TrainState
 from jaxmem.training import lines
-from jaxmem.training.directory import run_directory, run_lock, write_description
+from jaxmem.training.directory import locked_places, run_directory, run_lock, write_description
 from jaxmem.training.progress import Progress, RunSpec, spinner
 from jaxmem.training.restore import (
     check_finite,
@@ -105,9 +105,10 @@ def run(
     docs/how-to/from-a-script.md.
     """
     cfg = config_with(cfg, **parts)
-    with requeued_before_training(), run_lock(cfg.output, cfg.name) as warning:
-        if warning:
-            say(warning)
+    with requeued_before_training(), ExitStack() as locks:
+        for key, place in locked_places(cfg).items():
+            if warning := locks.enter_context(run_lock(place, cfg.name, key)):
+                say(warning)
         return _run(cfg, devices)
 
 

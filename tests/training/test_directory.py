@@ -16,7 +16,7 @@ from etils import epath
 from jaxmem.checkpoint.paths import refuse_links
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
-from jaxmem.training.directory import run_directory, run_lock, write_description
+from jaxmem.training.directory import locked_places, run_directory, run_lock, write_description
 from jaxmem.training.run import run
 
 HOLD = """
@@ -39,6 +39,16 @@ def test_a_second_run_is_refused(tmp_path):
     with run_lock(tmp_path, "x"):
         pass
     assert not list(tmp_path.iterdir())
+
+
+def test_runs_that_share_only_their_checkpoints_are_not_together(tmp_path):
+    model = {"preset": "tiny"}
+    raw = {"name": "x", "output": str(tmp_path / "runs"), "model": model, "train": {"steps": 1}}
+    with run_lock(tmp_path / "shared", "x"), pytest.raises(UserError, match=r"shared/x is in use by process"):
+        run({**raw, "checkpoint": {"path": str(tmp_path / "shared")}})
+    for path in (None, "gs://bucket", str(tmp_path / "other/../runs")):
+        cfg = load_config({**raw, "checkpoint": {"path": path}})
+        assert locked_places(cfg) == {"output": raw["output"]}
 
 
 @pytest.mark.exhaustive
