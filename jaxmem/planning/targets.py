@@ -96,7 +96,10 @@ def parse_target(text: str) -> Target:
 
 def local_target(seen: Sequence[Any]) -> Target:
     """The target of local devices, of this process or of all processes of a run."""
+    import jax
+
     first = seen[0]
+    here = next((device for device in seen if device.process_index == jax.process_index()), first)
     count = len(seen)
     names = join.hosts()  # several processes may share a host
     hosts = [names[device.process_index] if names else device.process_index for device in seen]
@@ -104,7 +107,8 @@ def local_target(seen: Sequence[Any]) -> Target:
     if first.platform == "cpu":
         share = devices.host_memory()["total"] // per_host
         return Target(f"cpu:{count}", None, count, per_host, share, share, tuple(seen))
-    reported = (first.memory_stats() or {}).get("bytes_limit", 0)
+    # jax raises an error for a device of another process.
+    reported = (here.memory_stats() or {}).get("bytes_limit", 0)
     gpu = gpus.find(first.device_kind, reported)
     # jax reports the bytes that it may use; the table of GPUs has the total.
     memory = max(gpu.memory, reported) if gpu else reported

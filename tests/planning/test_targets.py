@@ -172,6 +172,20 @@ def test_processes_of_one_host_share_its_memory(monkeypatch: pytest.MonkeyPatch)
     assert local_target(local_gpus(8, 1)).hosts == 2
 
 
+def test_each_process_asks_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """jax: "MemoryStats is only supported for addressable PjRt devices"."""
+
+    def refuse() -> None:
+        raise RuntimeError("MemoryStats is only supported for addressable PjRt devices.")
+
+    seen = local_gpus(8, 4)
+    for device in seen[:4]:
+        device.memory_stats = refuse
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    target = local_target(seen)
+    assert target.withheld == target.memory - 75 * GIB
+
+
 @pytest.mark.parametrize(("count", "name"), [(4, "a100-80gb:4"), (8, "a100-80gb:8"), (10, "a100-80gb:1x10")])
 def test_local_gpus_have_the_name_of_a_target(count: int, name: str) -> None:
     local = local_target(local_gpus(count, count))
