@@ -147,9 +147,10 @@ class StepTime:
         forward, backward = context_traffic(self._share, self.cfg.precision, mesh.context_method)
         passes = 2 if repeats_forward(self.cfg.memory.remat) else 1
         sent = self._share.rows * mesh.context * (passes * forward + backward) * self._width
+        kind = "all-to-all" if mesh.context_method == "ulysses" else "collective-permute"
         # The argument of `_ring` is the size of an array of which each device receives all but its own share.
         return layers_per_pass(self.cfg) * self._ring(
-            sent * mesh.context / (mesh.context - 1), mesh.context, mesh.tensor
+            sent * mesh.context / (mesh.context - 1), mesh.context, mesh.tensor, kind=kind
         )
 
     def _experts(self) -> float:
@@ -159,12 +160,13 @@ class StepTime:
         if not isinstance(model, Decoder) or model.experts is None or devices == 1:
             return 0.0
         top_k = model.experts.top_k
-        share = share_of_devices(top_k, devices) if uses_all_to_all(top_k, devices) else 1
+        share, kind = (
+            (share_of_devices(top_k, devices), "all-to-all") if uses_all_to_all(top_k, devices) else (1, "all-gather")
+        )
         sent = share * devices * self._tokens * model.embed * self._width
         passes = 5 if repeats_forward(self.cfg.memory.remat) else 4
-        return (
-            passes * layers_per_pass(self.cfg) * self._ring(sent, devices, self.cfg.mesh.context * self.cfg.mesh.tensor)
-        )
+        stride = self.cfg.mesh.context * self.cfg.mesh.tensor
+        return passes * layers_per_pass(self.cfg) * self._ring(sent, devices, stride, kind=kind)
 
     def _offloaded_activations(self, compute: float) -> float:
         """Seconds of exposed copies of offloaded activations. Only boundaries are fetched one layer ahead; XLA
@@ -173,11 +175,12 @@ class StepTime:
         ahead = self.cfg.memory.remat == "full" and offloaded_activations(self.cfg.memory.offload) == (BOUNDARY,)
         return max(0.0, each_way - compute / 2) if ahead else _EXPOSED_COPY_SHARE * 2 * each_way
 
-    def _ring(self, size: float, group: int, stride: int, messages: float = 1) -> float:
-        """Seconds in which `group` devices with ids `stride` apart gather `size` bytes in a ring, in so many parts."""
+    def _ring(self, size: float, group: int, stride: int, messages: float = 1, *, kind: str = "all-gather") -> float:
+        """Seconds in which `group` devices with ids `stride` apart gather `size` bytes in a ring, in so many parts, or
+        send as many bytes in another `kind` of collective."""
         if group == 1 or size == 0:
             return 0.0
         neighbours = min(group, max(1, self.per_host // stride))
         sent = size * (group - 1) / group
         waits = messages * latency(self.gpu, "all-gather", group, neighbours)
-        return waits + sent / link_rate(self.gpu, "all-gather", group, neighbours)
+        return waits + sent / link_rate(self.gpu, kind, group, neighbours)

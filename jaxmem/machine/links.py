@@ -57,13 +57,21 @@ def latency(gpu: Gpu, kind: str, group: int, neighbours: int) -> float:
 
 
 def link_rate(gpu: Gpu, kind: str, group: int, neighbours: int) -> float:
-    """Attained bytes per second: within a host those of a link, between hosts at most those of the networks of the
-    members on a host together."""
+    """Attained bytes per second: within a host those of a link, between hosts at most those of the network."""
     rate = gpu.link_gb_s * _share(gpu, kind, neighbours)
     if neighbours < group:
-        network = gpu.network_gb_s * neighbours * _NETWORK_SHARE
+        network = gpu.network_gb_s * _NETWORK_SHARE * _networks(kind, group, neighbours)
         rate = network if neighbours == 1 else min(rate, network)
     return rate * 1e9
+
+
+def _networks(kind: str, group: int, neighbours: int) -> float:
+    """The rate at which a device sends in a collective between hosts, relative to that of its own network."""
+    if kind == "collective-permute":
+        return 1.0
+    if kind.endswith("all-to-all"):  # a device sends equally to all others, of which `group - neighbours` are elsewhere
+        return (group - 1) / (group - neighbours)
+    return neighbours  # a ring leaves a host once, over the networks of all members on it
 
 
 def _share(gpu: Gpu, kind: str, group: int) -> float:

@@ -26,3 +26,29 @@ def test_gathering_each_layer_over_many_hosts_costs_a_latency_each() -> None:
     wait = latency(target.gpu, "all-gather", 256, target.per_host)
     assert many - few > 32 * 0.3 * 3 * wait  # two gathers and a reduction of each layer, of which 30 % are exposed
     assert few > 0.3 * 24 * wait
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_attention_over_hosts_waits_for_the_network(method: str) -> None:
+    """As in a compiled step: of a ring, the last device of a host sends over its network; with ulysses, every device
+    sends half of its bytes over it."""
+    config = {
+        "name": "long",
+        "model": {"preset": "tiny", "embed": 2048, "heads": 16, "kv_heads": 16, "head_dim": 128},
+        "mesh": {"context": 16, "context_method": method},
+        "data": {"source": "stdlib", "sequence_length": 2**15},
+        "batch": {"global_size": 1},
+        "memory": {"attention": "blockwise"},
+        "train": {"steps": 1},
+    }
+
+    def seconds_of_layers(name: str) -> float:
+        one, nine = (estimated(load_config(config, [f"model.layers={n}"]), parse_target(name)).seconds for n in (1, 9))
+        assert one is not None
+        assert nine is not None
+        return nine - one
+
+    # Elements of one forward pass over the network: keys and values of the others; half of q, k, v and the output.
+    elements = {"ring": 15 * 2, "ulysses": 4 / 2}[method] * 2**11 * 2048
+    difference = seconds_of_layers("h100-80gb:2x8") - seconds_of_layers("h100-80gb:1x16")
+    assert difference > 0.3 * 8 * elements * 2 / 50e9  # in bfloat16, of which at least 30 % is exposed

@@ -51,6 +51,17 @@ def test_between_hosts_the_networks_of_a_host_add_up() -> None:
     assert link_rate(GPUS["h200-141gb"], "all-reduce", 32, 8) == pytest.approx(365e9, rel=0.02)
 
 
+def test_an_all_to_all_sends_most_bytes_between_hosts() -> None:
+    """On 2 hosts of 8, each device sends 8 of 16 parts of its array over its own network."""
+    size = 2**30
+    seconds = collective_seconds(H100, "all-to-all", size * 15 / 16, 16, 8) - latency(H100, "all-to-all", 16, 8)
+    assert seconds == pytest.approx(size / 2 / (0.91e9 * H100.network_gb_s))
+
+
+def test_a_permutation_between_hosts_uses_one_network() -> None:
+    assert link_rate(H100, "collective-permute", 16, 8) == link_rate(H100, "collective-permute", 2, 1)
+
+
 def test_a_collective_slows_kernels_down() -> None:
     arithmetic, memory = slowdown(H100, 350e9)
     assert arithmetic == pytest.approx(132 / 116)
