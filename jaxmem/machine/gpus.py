@@ -4,6 +4,7 @@ Figures are from NVIDIA's data sheets and architecture papers; memory is the siz
 the product name states. Rates are peaks in one direction.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,14 +131,18 @@ GPUS = {gpu.name: gpu for gpu in (Gpu(**dict(zip(_FIELDS, row, strict=True))) fo
 CPU = Gpu("cpu", "CPU", 16, 20, 0.2, 10, 10, 10, 16, "0.0", 1, 2.0, 1)
 
 
+# Words after the name of a GPU that make it another one, and the word of a slice of a GPU.
+_OTHER_GPU = r"(?! (?:Ti|SUPER|D|Laptop)\b)(?!.* MIG )"
+
+
 def find(device_kind: str, memory: int | None = None) -> Gpu | None:
     """The GPU in the table whose `kind` is the longest part of a device's name; of several, the nearest to `memory`.
 
-    >>> find("NVIDIA H100 PCIe").name, find("NVIDIA A100-SXM4-80GB", 80 * GIB).name, find("cpu")
+    >>> find("NVIDIA H100 PCIe").name, find("NVIDIA A100-SXM4-80GB", 80 * GIB).name, find("NVIDIA GeForce RTX 3080 Ti")
     ('h100-pcie-80gb', 'a100-80gb', None)
     """
     words = f" {device_kind.replace('-', ' ')} "
-    matches = [gpu for gpu in GPUS.values() if f" {gpu.kind} " in words]
+    matches = [gpu for gpu in GPUS.values() if re.search(rf" {gpu.kind}\b{_OTHER_GPU}", words)]
     return max(matches, key=lambda gpu: (len(gpu.kind), -abs(gpu.memory - (memory or 0))), default=None)
 
 

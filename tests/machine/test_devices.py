@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from jaxmem.errors import UserError
-from jaxmem.machine import devices
+from jaxmem.machine import devices, gpus
 from jaxmem.machine.gpus import GPUS
 
 
@@ -81,8 +81,24 @@ def test_peak_flops_are_those_of_the_gpu_with_the_name_of_the_driver(kind: str, 
     assert devices.peak_flops(SimpleNamespace(device_kind=kind)) == GPUS[gpu].flops
 
 
-def test_the_peak_flops_of_unknown_devices_are_unknown() -> None:
-    assert devices.peak_flops(SimpleNamespace(device_kind="cpu")) is None
+@pytest.mark.parametrize(
+    "kind",
+    ["cpu", "NVIDIA GeForce RTX 3080 Ti", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"],
+)
+def test_the_peak_flops_of_unknown_devices_are_unknown(kind: str) -> None:
+    assert devices.peak_flops(SimpleNamespace(device_kind=kind)) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "gib", "gpu"),
+    [
+        ("NVIDIA A100-PCIE-40GB", 39, "a100-pcie-40gb"),
+        ("NVIDIA A100 80GB PCIe", 79, "a100-pcie-80gb"),
+        ("NVIDIA A100-SXM4-40GB", 39, "a100-40gb"),
+    ],
+)
+def test_cards_without_nvlink_are_other_gpus(kind: str, gib: int, gpu: str) -> None:
+    assert gpus.find(kind, gib * gpus.GIB) is GPUS[gpu]
 
 
 def test_what_is_compiled_for_accelerators_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
