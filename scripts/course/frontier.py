@@ -117,7 +117,7 @@ def _compiled(aim: Target, largest: Mapping[str, Row | None]) -> list[Row]:
             "width": row["embed"],
             "layers": row["layers"],
             "billions of parameters": row["parameters"] / 1e9,
-            "bytes per parameter": row["limit"] / row["parameters"],
+            "bytes per parameter": aim.count * row["limit"] / row["parameters"],
             "predicted, GiB": gib(row["predicted"]),
             "compiled, GiB": gib(plans[method]["bytes_per_device"]["total"]),
             "limit, GiB": gib(row["limit"]),

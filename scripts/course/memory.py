@@ -4,8 +4,11 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from jaxmem.config import load_config
+from jaxmem.planning.targets import parse_target, usable_memory
 from jaxmem.typing import JsonDict
 from scripts.course import Findings, common, main
+from scripts.course.batch_size import CARDS
 from scripts.course.panels import Bars
 from scripts.course.table import Row, Table, gib
 
@@ -14,7 +17,6 @@ BASE = common.CONFIGS["memory"]["base"]
 PREDICTED = "predicted, bytes per parameter"
 COMPILED = "compiled, bytes per parameter"
 GIB = "per GPU, GiB"
-LIMITS = {"10 GB GPU": 10.0, "24 GB GPU": 24.0, "80 GB GPU": 80.0}  # GiB
 
 
 class Technique(NamedTuple):
@@ -48,10 +50,12 @@ def measure(target: str, base: JsonDict = BASE, rows: Sequence[Technique] = ROWS
         f"{model} per GPU, on {ZERO_GPUS} x {kind}": [row for row in rows if row.gpus > 1],
     }
     first, last = (steps.rows[end][GIB] for end in (0, -1))
+    memory = load_config(BASE).memory
+    limits = {f"{name} GPU": gib(usable_memory(parse_target(card), memory)) for name, card in CARDS.items()}
     return Findings(
         [steps, *(table(name, chosen) for name, chosen in others.items() if chosen)],
         {"first": first, "last": last},
-        [Bars(steps, (GIB,), f"All weights trained, {steps.title}: GiB, planned", limits=LIMITS)],
+        [Bars(steps, (GIB,), f"All weights trained, {steps.title}: GiB, planned", limits=limits)],
     )
 
 

@@ -51,6 +51,9 @@ def test_the_most_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "search ends at 1,028 B" in STOPS["frontier"].note.format(**found.facts)
     assert [row["method"] for row in checked] == ["AdamW", "QLoRA"]
     assert largest[-1]["QLoRA"] == end
+    (checked,) = (table.rows for table in frontier.measure("h100-80gb:8", ()).tables[1:])
+    limit = parse_target("h100-80gb").memory
+    assert checked[0]["bytes per parameter"] == 8 * limit / (1e9 * checked[0]["billions of parameters"])
 
 
 def test_the_frontier_is_empty_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,3 +55,11 @@ def test_the_table_in_the_docs_is_of_these_rows() -> None:
 def test_rows_of_several_gpus_need_several() -> None:
     with pytest.raises(UserError, match="its layouts are for 8 GPUs; remove the number"):
         measure("h100-80gb:1")
+
+
+def test_the_figure_shows_the_memory_that_is_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card of 10 GB reports 9.78 GiB, of which 0.75 are reserved."""
+    plan = {"model": {"parameters": 1}, "bytes_per_device": {"total": 1}, "predicted": {"total": 1}}
+    monkeypatch.setattr(common, "plans", lambda _target, _base, rows: dict.fromkeys(rows, plan))
+    (bars,) = measure("h100-80gb").panels
+    assert bars.limits["10 GB GPU"] == pytest.approx(9.03)
