@@ -16,9 +16,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxmem import adapters, models, optim
 from jaxmem.config import Mlp
 from jaxmem.data.digits import MAX_BRIGHTNESS, Digits
-from jaxmem.inference.evaluate import evaluate
+from jaxmem.inference.evaluate import Evaluator
+from jaxmem.inference.load import open_model
 from jaxmem.models.losses import cross_entropy
-from jaxmem.typing import Tree
+from jaxmem.typing import JsonDict, Tree
 from scripts.course import Findings, main
 from scripts.course.common import CONFIGS, rows_of, train_all
 from scripts.course.docstrings import questions, source_files
@@ -40,7 +41,8 @@ def measure() -> Findings:
     return Findings(
         [kinds, subsets],
         {
-            "before": before,
+            "before": before["packed"],
+            "unpacked": before["not packed"],
             "times": subset["temporary buffers, MiB"] / everything["temporary buffers, MiB"],
             "rate": usual,
             "lora": low_rank[f"accuracy at {usual:g}"],
@@ -57,8 +59,8 @@ def measure() -> Findings:
     )
 
 
-def _fine_tune() -> tuple[float, list[Row]]:
-    """The loss before fine-tuning, and a row for each kind."""
+def _fine_tune() -> tuple[dict[str, float], list[Row]]:
+    """The losses before fine-tuning, on packed rows and on those of a soft prompt, and a row for each kind."""
     with tempfile.TemporaryDirectory() as place:
         texts = Path(place, "answers")
         base = f"{place}/base"
@@ -67,7 +69,10 @@ def _fine_tune() -> tuple[float, list[Row]]:
             (texts / f"{number}.txt").write_text(f"{question}\n{answer}\n", encoding="utf-8")
         data = {"source": "text", "path": str(texts), "sequence_length": 64, "held_out": 0.05}
         train_all({"base": BASE}, keep=base)
-        before = evaluate(Path(base), overrides=[f"data={json.dumps(data)}"])["loss"]
+        before = {
+            name: _loss(base, {**data, "packing": is_packed})
+            for name, is_packed in (("packed", True), ("not packed", False))
+        }
         config = {**BASE, "data": data, "adapter": {"base_run": base}, "train": {"steps": STEPS}}
         outcomes = train_all(dict.fromkeys(KINDS, config), KINDS)
     rows: list[Row] = []
@@ -84,6 +89,13 @@ def _fine_tune() -> tuple[float, list[Row]]:
             }
         )
     return before, rows
+
+
+def _loss(run: str, data: JsonDict) -> float:
+    """The loss of a run on as many held-out batches of other data as a training run evaluates."""
+    program, params = open_model(run, [f"data={json.dumps(data)}"])
+    with Evaluator(program) as held_out:
+        return held_out(params, program.cfg.train.evaluate_batches)["loss"]
 
 
 # ---------------------------------------------------------------- a random subset

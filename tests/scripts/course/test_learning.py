@@ -1,5 +1,8 @@
 """The stops that train here: their runs are configs, their arithmetic is right, their cheapest parts are run."""
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 
 from jaxmem.config import load_config
@@ -30,6 +33,21 @@ def test_every_run_is_a_config(tmp_path) -> None:
         load_config({**galore.SMALL, **own}, overrides)
     for overrides in parallel.LAYOUTS.values():
         for_devices(load_config(parallel.BASE, overrides), parallel.GPUS)
+
+
+def test_the_loss_before_fine_tuning_is_that_of_the_batches_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the packed and of the other rows, as a run evaluates them."""
+    cfg = load_config({**adapters.BASE, "name": "run"})
+    asked = []
+
+    def losses(_params, batches):
+        asked.append(batches)
+        return {"loss": 3.0}
+
+    monkeypatch.setattr(adapters, "open_model", lambda *_: (SimpleNamespace(cfg=cfg), None))
+    monkeypatch.setattr(adapters, "Evaluator", lambda _: contextlib.nullcontext(losses))
+    assert adapters._loss("run", {"source": "text"}) == 3.0
+    assert asked == [cfg.train.evaluate_batches]
 
 
 @pytest.mark.exhaustive
