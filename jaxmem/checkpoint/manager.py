@@ -17,6 +17,7 @@ from jaxmem.checkpoint.orbax_errors import ORBAX_EXCEPTIONS, Manager, only_first
 from jaxmem.checkpoint.paths import absolute, free_name, move_aside, refuse_links
 from jaxmem.checkpoint.record import (
     DamagedError,
+    add_metrics,
     check_leaves,
     check_savable,
     checksum,
@@ -129,8 +130,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         metrics: Mapping[str, float] | None = None,
         force: bool = False,
     ) -> bool:
-        """Starts a save if this step is due, forced, or (with `keep_best`) the best so far, unless it is saved already.
-        A failed save is raised by the next `save`, or by `wait`; the run may continue after it.
+        """Starts a save if this step is due, forced, or (with `keep_best`) the best so far. If it is saved, adds
+        its metrics. A failed save is raised by the next `save`, or by `wait`; the run may continue after it.
 
         Args:
             step: The number of updates of this state.
@@ -149,6 +150,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             raise ValueError("these checkpoints were opened with read_only=True")
         self.wait()
         if step in self._manager.all_steps():
+            if metrics:
+                self._add_metrics(step, metrics)
             return False
         leaves = named_leaves(state)
         check_savable(leaves)
@@ -330,6 +333,11 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         if wrong:
             raise damaged(path, f"the contents of {abridge(wrong)} differ from their checksums")
         return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in leaves])
+
+    def _add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._retention.losses[step] = metrics.get("loss")
+        if jax.process_index() == 0:
+            add_metrics(self.directory / str(step), metrics)
 
     def _path(self, step: int) -> epath.Path:
         steps = self.steps()

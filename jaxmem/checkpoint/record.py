@@ -37,7 +37,7 @@ def make_record(leaves: Mapping[str, jax.Array], **sections: Any) -> JsonDict:
 
 def read_record(checkpoint: epath.Path) -> JsonDict:
     try:
-        record = json.loads((checkpoint / "run" / "metadata").read_text())  # where Orbax's JsonSave stores `run`
+        record = json.loads(_file(checkpoint).read_text())
     except ORBAX_EXCEPTIONS as error:
         raise damaged(checkpoint, root_cause(error)) from error
     if not isinstance(record, dict) or record.pop("crc32", None) != _crc(record):
@@ -45,6 +45,21 @@ def read_record(checkpoint: epath.Path) -> JsonDict:
     if record.get("step", int(checkpoint.name)) != int(checkpoint.name):
         raise damaged(checkpoint, f"it is a copy of the checkpoint of step {record['step']}")
     return record
+
+
+def add_metrics(checkpoint: epath.Path, metrics: Mapping[str, float]) -> None:
+    """Adds the metrics of an evaluation to the record of a checkpoint that was saved before it."""
+    record = read_record(checkpoint)
+    record["metrics"] |= metrics
+    file = _file(checkpoint)
+    unfinished = file.with_name("metadata.part")
+    unfinished.write_text(json.dumps({**record, "crc32": _crc(record)}))
+    unfinished.replace(file)
+
+
+def _file(checkpoint: epath.Path) -> epath.Path:
+    """Where Orbax's JsonSave stores `run`."""
+    return checkpoint / "run" / "metadata"
 
 
 def _crc(record: JsonView) -> int:

@@ -213,7 +213,7 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
         if evaluate and data_ended and telemetry.last and step % (cfg.train.evaluate_every or 1):
             held_out = evaluate(state.params, cfg.train.evaluate_batches)
             telemetry.held_out(step, held_out)
-        save(held_out, force=True)  # has an effect if the data ended before the last step
+        save(held_out if data_ended else None, force=True)  # has an effect if the data ended before the last step
         checkpoints.wait()
         for line in loader.corpus.summary():
             progress.say(line)

@@ -134,6 +134,18 @@ def test_a_new_best_is_saved_whenever_it_is_found(tmp_path: Path) -> None:
                 assert checkpoints.save(step, {"x": jnp.ones(3)}, {}, {}, metrics) == (step in saved)
 
 
+def test_a_checkpoint_that_is_evaluated_after_its_save_may_be_the_best(tmp_path: Path) -> None:
+    """As after a signal, which saves first."""
+    with Checkpoints(tmp_path, keep=1, keep_best=True) as checkpoints:
+        checkpoints.save(1, {"x": jnp.ones(3)}, POSITION, CONFIG, force=True)
+        assert not checkpoints.save(1, {"x": jnp.ones(3)}, POSITION, CONFIG, {"loss": 1.0})
+    with Checkpoints(tmp_path, keep=1, keep_best=True) as checkpoints:
+        assert checkpoints.read(1)[0] == POSITION
+        for step in (2, 3):
+            checkpoints.save(step, {"x": jnp.ones(3)}, POSITION, CONFIG, {"loss": 2.0}, force=True)
+        assert checkpoints.steps() == [1, 3]
+
+
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     on = mesh(4, 1)
     with Checkpoints(tmp_path, every=1) as checkpoints:

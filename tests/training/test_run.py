@@ -13,6 +13,7 @@ import jax
 import pytest
 
 from jaxmem.checkpoint.manager import Checkpoints
+from jaxmem.checkpoint.record import read_record
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.inference.evaluate import Evaluator
@@ -235,6 +236,8 @@ def test_sigterm_saves_and_ends_the_run(config, monkeypatch, capfd, evaluate_eve
     assert 0 < result.step < 10
     with Checkpoints(result.directory / "checkpoints", read_only=True) as checkpoints:
         assert checkpoints.latest() == result.step
+    saved_metrics = read_record(checkpoints.directory / str(result.step))["metrics"]
+    assert saved_metrics == ({"loss": 1.0} if evaluate_every == 1 else {})
 
 
 @pytest.mark.exhaustive
