@@ -77,6 +77,7 @@ MAIN = {
     ),
     "qlora-16": Method("adapter.kind=qlora adapter.embeddings=bfloat16 adapter.alpha=16 adapter.rank=16", ADAPTER),
 }
+UNPACKED = "prompt"  # a soft prompt is before each document, so its rows have one document each
 METHODS = MAIN | {
     "adamw4bit": Method(f"{_BFLOAT16} optimizer.name=adamw4bit", FULL),
     "remainder8": Method("precision.parameters=bfloat16 precision.master=remainder8 optimizer.name=adamw8bit", FULL),
@@ -91,7 +92,7 @@ METHODS = MAIN | {
     "lora-4": Method(f"{_LORA} adapter.rank=4", ADAPTER),
     "lora-64": Method(f"{_LORA} adapter.rank=64", ADAPTER),
     "last-layers": Method("adapter.kind=last_layers", FULL),
-    "prompt": Method("adapter.kind=prompt data.packing=false", (1e-3, 3e-3, 1e-2)),
+    UNPACKED: Method("adapter.kind=prompt data.packing=false", (1e-3, 3e-3, 1e-2)),
     # With a learning rate of AdamW, beside which they are shown after SEARCH_STEPS.
     "compute-bfloat16": Method("precision.compute=bfloat16", FULL[:1]),
     "fp8-row": Method("precision.compute=fp8 precision.fp8_scaling=row", FULL[:1]),
@@ -324,6 +325,8 @@ def print_table(compared: Sequence[Row]) -> None:
     print("| --- | ---: | ---: | ---: | ---: |")
     for row in compared:
         print(f"| {row.method} | {row.learning_rate:g} | {row.seeds} | {row.loss:.4f} | {row.size:.2f} |")
+    if any(row.method == UNPACKED for row in compared):
+        print(f"\n{UNPACKED}: not comparable, the loss of the first {LENGTH} tokens of each document")
 
 
 def draw(compared: Sequence[Row], file: Path) -> None:
@@ -376,7 +379,7 @@ def main() -> None:
         print()
         print_table(compared)
         if args.png:
-            draw(compared, args.png)
+            draw([row for row in compared if row.method != UNPACKED], args.png)
     else:
         print_left(args.methods)
 

@@ -77,6 +77,13 @@ def test_the_best_learning_rate_is_trained_at_full_length(
     assert "| qlora-16 | 0.001 | 1 |" in capsys.readouterr().out
 
 
+def test_a_soft_prompt_is_not_compared(quality: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    quality.print_table([quality.Row("adamw", 1e-5, 2, 2.0, 16.0)])
+    assert "not comparable" not in capsys.readouterr().out
+    quality.print_table([quality.Row("prompt", 1e-3, 1, 2.0, 4.0)])
+    assert "prompt: not comparable, the loss of the first 512 tokens of each document" in capsys.readouterr().out
+
+
 def test_short_runs_are_compared_with_adamw_at_the_same_learning_rate(
     quality: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
