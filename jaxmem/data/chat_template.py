@@ -50,6 +50,13 @@ class ChatTemplate:
         self._tokens = tokens
         self._request({})
 
+    @property
+    def identity(self) -> str:
+        """Equal for templates that write the same texts: the source, and the special tokens that it names."""
+        return self.source + "".join(
+            f"\0{name}={self._tokens[name]}" for name in sorted(self._tokens) if name in self.source
+        )
+
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, answer: bool = False, **options: Any
     ) -> Rendered:

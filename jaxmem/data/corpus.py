@@ -133,7 +133,7 @@ def fingerprint(cfg: Config) -> str:
         if "chat" in contents or ("pairs" in contents and has_template):
             from jaxmem.data.chat_template import template_for
 
-            digest.update(template_for(tokenizer, cfg.data.chat_template).source.encode())
+            digest.update(template_for(tokenizer, cfg.data.chat_template).identity.encode())
     for source in sources_of(cfg.data):
         if cfg.data.streaming and source.path is not None and is_dataset(source.path):
             files = dataset_files(source.path, source.kind.suffixes)

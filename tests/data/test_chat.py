@@ -1,6 +1,7 @@
 """Conversations: their three forms, any template, and only what the assistant says is learnt."""
 
 import json
+import shutil
 import warnings
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from jaxmem.data import chat_template
 from jaxmem.data.chat import ChatEncoder
 from jaxmem.data.chat_forms import chat_of
 from jaxmem.data.chat_template import ChatTemplate, TemplateError, template_for
+from jaxmem.data.corpus import fingerprint
 from jaxmem.data.loader import Loader
 from jaxmem.data.records import InvalidRecordError
 from jaxmem.data.tokenizer import Bytes, tokenizer_for
@@ -243,6 +245,20 @@ def chat(place: Path, lines: list[str], **data: object) -> object:
 
 def line(answer: str) -> str:
     return json.dumps({"instruction": "q", "output": answer})
+
+
+def test_the_fingerprint_has_the_special_tokens_that_a_template_writes(tmp_path: Path, tokenizer_file: str) -> None:
+    """A run that resumes with another eos_token in tokenizer_config.json would end its answers differently."""
+    shutil.copy(tokenizer_file, tmp_path)
+    cfg = chat(tmp_path, [line("a")], tokenizer=str(tmp_path)).replace(model={"vocab": 290})
+
+    def fingerprint_with(**tokens: str) -> str:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokens))
+        return fingerprint(cfg)
+
+    before = fingerprint_with(eos_token="<|end_of_text|>")
+    assert fingerprint_with(eos_token="<|end_of_text|>", pad_token="<|begin_of_text|>") == before  # not written
+    assert fingerprint_with(eos_token="<|begin_of_text|>") != before
 
 
 def test_conversations_are_not_divided_among_rows(tmp_path: Path) -> None:
