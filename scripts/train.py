@@ -19,7 +19,7 @@ import jaxmem
 from jaxmem.checkpoint.paths import checkpoint_directory
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.data.loader import merge_states
-from jaxmem.distributed.agree import any_process, gather
+from jaxmem.distributed.agree import any_process, gather, serialized
 from jaxmem.distributed.join import joined
 from jaxmem.inference.load import initial_state
 from jaxmem.planning.budget import resolve_remat
@@ -78,7 +78,8 @@ def run(cfg: jaxmem.Config, *, is_first: bool) -> list[float]:
         batches = iter(loader)
         while step < cfg.steps and (batch := next(batches, None)) is not None:
             step += 1
-            state, metrics = plan.executable(state, program.place(batch))  # the old state is donated
+            # The old state is donated. On CPUs, `serialized` waits for the step before other programs communicate.
+            state, metrics = serialized(plan.executable(state, program.place(batch)))
             losses.append(metrics["loss"])  # not read yet: devices run ahead of the host
             if is_first and (step == cfg.steps or step % cfg.train.log_every == 0):
                 print(f"step {step}  loss {float(losses[-1]):.4f}", flush=True)
