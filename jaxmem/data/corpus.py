@@ -2,11 +2,13 @@
 
 import hashlib
 import importlib
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from dataclasses import astuple, replace
+from functools import partial, reduce
+from itertools import starmap
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +21,7 @@ from jaxmem.data.chat_forms import ANSWERS, LISTS
 from jaxmem.data.chat_template import template_for
 from jaxmem.data.files import file_size, find_files
 from jaxmem.data.jsonl import read_objects
-from jaxmem.data.records import Document, RecordIndex, RecordSource
+from jaxmem.data.records import Document, RecordCounts, RecordIndex, RecordSource
 from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.errors import UserError, results_of
 
@@ -86,9 +88,15 @@ class Corpus:
             raise UserError("data.reference_logprobs: the file does not exist; run jaxmem train to write it")
         return np.asarray(self.references[record])
 
-    def summary(self) -> list[str]:
-        """One line for each source with records that were cut, dropped or skipped."""
-        return [line for source in self.sources if (line := str(source.counts))]
+    def summary(self, rows: Sequence[int] = (), gather: Callable[[Any], list[Any]] = lambda mine: [mine]) -> list[str]:
+        """One line for each source with records that were cut, dropped or skipped. `gather` returns the values of all
+        processes, whose counts are added up; `rows`: those of this process, since processes with the same rows read the
+        same records."""
+        read = gather([list(rows), [astuple(source.counts) for source in self.sources]])
+        by_rows = {tuple(rows_read): counts for rows_read, counts in read}
+        of_sources = zip(*by_rows.values(), strict=True)
+        totals = (reduce(operator.add, starmap(RecordCounts, of_source)) for of_source in of_sources)
+        return [line for total in totals if (line := str(total))]
 
     def order(self, split: Split) -> record_order.RecordOrder:
         """The split's records in their order."""

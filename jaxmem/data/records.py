@@ -1,7 +1,7 @@
 """The common parts of all sources of data: records, documents, and invalid records."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -56,6 +56,10 @@ class RecordCounts:
     dropped: int = 0
     cut: int = 0
     tokens_cut: int = 0
+
+    def __add__(self, other: "RecordCounts") -> "RecordCounts":
+        counts = zip(astuple(self)[1:], astuple(other)[1:], strict=True)
+        return RecordCounts(self.kind, *(mine + theirs for mine, theirs in counts))
 
     def __str__(self) -> str:
         phrases = [f"{self.cut} cut, {self.tokens_cut:,} of their tokens lost"] if self.cut else []

@@ -157,7 +157,7 @@ class UserLoader(AbstractContextManager["UserLoader"]):
         self._placed(self._batches.first)
         return 0.0  # the length of documents is unknown
 
-    def summary(self) -> list[str]:
+    def summary(self, *_: object) -> list[str]:
         return []
 
     def close(self) -> None: ...

@@ -20,7 +20,7 @@ from jaxmem.config.methods import user_objects
 from jaxmem.config.user import ModelParts, UserData
 from jaxmem.data.corpus import BATCHES_OF_SCRIPT, Corpus, Split, source_of
 from jaxmem.data.user import open_loader
-from jaxmem.distributed.agree import any_process, serialized
+from jaxmem.distributed.agree import any_process, gather, serialized
 from jaxmem.errors import UserError, as_yaml
 from jaxmem.inference.load import is_run, model_config, open_model, open_run, read_newest
 from jaxmem.inference.reference import Reference, reference_of
@@ -63,8 +63,8 @@ class Evaluator(AbstractContextManager["Evaluator"]):
         self._loader.corpus.references = reference.values
 
     def summary(self) -> list[str]:
-        """Lines about records that were cut, dropped or skipped."""
-        return self._loader.corpus.summary()
+        """Lines about records that were cut, dropped or skipped, in all processes."""
+        return self._loader.corpus.summary(self._program.rows, gather)
 
     def __exit__(self, *_: object) -> None:
         self._loader.close()
@@ -92,8 +92,9 @@ def evaluate(
         if program.cfg.objective.name == "dpo":
             evaluator.set_reference(reference_of(program.cfg))
         result = evaluator(params)
+        lines = evaluator.summary()
         if jax.process_index() == 0:
-            say(*evaluator.summary(), file=sys.stderr)
+            say(*lines, file=sys.stderr)
         return result
 
 

@@ -215,7 +215,7 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
             telemetry.held_out(step, held_out)
         save(held_out if data_ended else None, force=True)  # has an effect if the data ended before the last step
         checkpoints.wait()
-        for line in loader.corpus.summary():
+        for line in loader.corpus.summary(built.rows, gather):
             progress.say(line)
         progress.say(lines.last_line(cfg, step, directory, data_ended=data_ended))
     return Result(directory, step, telemetry.last, held_out, lambda: state, built, stop.exit_code, plan)

@@ -233,6 +233,21 @@ def test_errors_of_the_thread_reach_the_consumer_at_their_turn(config: Make, tmp
         assert loader.state() == state
 
 
+def test_the_records_of_all_processes_are_counted(config: Make, tmp_path: Any) -> None:
+    """Once, where several processes read the same rows."""
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "good"}\n' * 3 + "broken\n")
+    asked = {"path": str(path), "shuffle": False, "packing": False, "epochs": 1, "held_out": 0.0, "global_size": 2}
+    processes = [[0], [1], [1]]
+    sent: list[Any] = []
+    for rows in processes:
+        with Loader(config(**asked, on_invalid="skip"), rows=rows) as loader:
+            list(loader)
+            loader.corpus.summary(rows, lambda mine: sent.append(json.loads(json.dumps(mine))) or [mine])
+            summary = loader.corpus.summary(rows, lambda _: sent)
+    assert summary == ["of 4 documents read: 1 invalid ones skipped"]
+
+
 def test_broken_lines_are_passed_over_and_counted(config: Make, tmp_path: Any) -> None:
     """Short and long ones, also where a cache is written; of nothing else no row is made."""
     path = tmp_path / "x.jsonl"
