@@ -75,11 +75,12 @@ def measure(target: str, targets: Sequence[str] = TARGETS) -> Findings:
     ]
     table = Table(f"Billions of parameters that fit, {BASE['data']['sequence_length']:,} tokens per GPU", rows)
     error = max(abs(row["predicted, GiB"] / row["compiled, GiB"] - 1) for row in checked)
+    beyond = [row["method"] for row in checked if row["compiled, GiB"] > row["limit, GiB"]]
     series = {name: [(row["memory, GiB"], row[name]) for row in rows if row[name]] for name in METHODS}
     first, last = (_parameters(*SHAPES[number]) / 1e9 for number in (0, -1))
     return Findings(
         [table, Table(f"On {main_target.name}, compiled", checked)],
-        {"first": first, "last": last, "error": error},
+        {"first": first, "last": last, "error": error, "beyond": ", ".join(beyond) or "none"},
         [LinePlot(table.title, "memory of all GPUs, GiB", "billions of parameters", series, "xy")],
     )
 

@@ -48,7 +48,11 @@ def test_the_most_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
             assert layers == end or estimate(method, layers + 1, aim.count) > aim.memory
             sizes.append(layers)
         assert sizes == sorted(sizes)
-    assert "search ends at 1,028 B" in STOPS["frontier"].note.format(**found.facts)
+    note = STOPS["frontier"].note.format(**found.facts)
+    assert "search ends at 1,028 B" in note
+    assert "beyond the limit of the GPU when compiled: none" in note
+    held["bytes_per_device"]["total"] = 24 * GIB
+    assert frontier.measure("rtx4090-24gb", ()).facts["beyond"] == "AdamW, QLoRA"
     assert [row["method"] for row in checked] == ["AdamW", "QLoRA"]
     assert largest[-1]["QLoRA"] == end
     (checked,) = (table.rows for table in frontier.measure("h100-80gb:8", ()).tables[1:])
