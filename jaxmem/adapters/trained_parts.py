@@ -44,7 +44,9 @@ class Prompt(nnx.Module):
     def __call__(self, ids: Ids, x: Embedded, dtype: DTypeLike) -> Embedded:
         """The embeddings `x` of all tokens, with the embeddings of the prompt at its tokens."""
         rows = jnp.clip(ids - self.vocab, 0, self.length - 1)
-        return jnp.where((ids >= self.vocab)[..., None], fetch(self.weight, dtype)[rows], x)
+        # In float32, so that the gradient is: in bfloat16 its sum would end at some hundred sequences.
+        prompt = fetch(self.weight, jnp.float32)[rows].astype(dtype)
+        return jnp.where((ids >= self.vocab)[..., None], prompt, x)
 
 
 def prompt(model: Decoder, *, length: int = 20, key: jax.Array | None = None) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 
 from jaxmem import adapters
+from jaxmem.adapters.trained_parts import Prompt
 from jaxmem.errors import UserError
 from jaxmem.inference.generate import Conversation, Generator
 from jaxmem.step.programs import program
@@ -41,6 +42,16 @@ def test_a_quantized_base_stays_quantized():
     ).spec.state
     assert placed.params["head"]["weight"].format == "nf4"
     assert placed.params["prompt"]["weight"].dtype == np.float32
+
+
+def test_the_gradient_of_a_prompt_is_summed_over_many_sequences_in_float32():
+    module = Prompt(jnp.zeros((2, 4)), vocab=8)
+    ids = jnp.tile(jnp.asarray([[8, 9, 3]], jnp.int32), (1000, 1))
+
+    def loss(module):
+        return jnp.sum(module(ids, jnp.zeros((*ids.shape, 4), jnp.bfloat16), jnp.bfloat16).astype(jnp.float32))
+
+    np.testing.assert_allclose(nnx.grad(loss)(module).weight[...], 1000)
 
 
 @pytest.mark.exhaustive
