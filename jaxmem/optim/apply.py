@@ -16,7 +16,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.tree_util import KeyPath
-from jaxtyping import Array, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int, Shaped
 
 from jaxmem import kernels
 from jaxmem.errors import UserError, nearest
@@ -24,7 +25,7 @@ from jaxmem.kernels.draws import scramble
 from jaxmem.kernels.scopes import purpose
 from jaxmem.optim.in_place import update_rows
 from jaxmem.quant import QTensor
-from jaxmem.quant.precision import rounded
+from jaxmem.quant.precision import rounded, rounded_with
 from jaxmem.sharding.leaves import per_device
 from jaxmem.sharding.table import Axes, is_axes, is_stacked, path_name
 from jaxmem.sharding.weights import is_encoded
@@ -166,6 +167,20 @@ def axes_or_unnamed(axes: AxesTree, params: Tree) -> AxesTree:
 def widened(grads: Tree) -> Tree:
     """Gradients, with float16 as float32: squares of float16 below 2.4e-4 are zero, and above 256 infinite."""
     return jax.tree.map(lambda g: g.astype(jnp.float32) if g.dtype == jnp.float16 else g, grads)
+
+
+def rounded_by_hash(
+    x: Shaped[Array, "*shape"], dtype: DTypeLike, count: Int[Array, ""] | int = 0
+) -> Shaped[Array, "*shape"]:
+    """`x` in `dtype`. To bfloat16, it is rounded up or down by a hash of its bits and of `count`, with expectation x.
+
+    For sums that are stored again and again: rounded to nearest, they would lose every term below half of their last
+    bit. It needs no random key, and equal values are rounded alike in any slice of an array.
+    """
+    if dtype != jnp.bfloat16 or x.dtype != jnp.float32:
+        return x.astype(dtype)
+    seed = scramble(jnp.asarray(count).astype(jnp.uint32))
+    return rounded_with(scramble(jax.lax.bitcast_convert_type(x, jnp.uint32) ^ seed) >> 16, x)
 
 
 @dataclass(frozen=True)

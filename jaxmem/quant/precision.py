@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Key, UInt32
 
 from jaxmem.config.sections import Precision
 
@@ -47,6 +47,11 @@ def rounded(x: Float[Array, "*shape"], dtype: DTypeLike, key: Key[Array, ""] | N
     if dtype != jnp.bfloat16:
         raise ValueError(f"stochastic rounding supports float32 to bfloat16, not {jnp.dtype(dtype)}")
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) + noise
+    return rounded_with(noise, x.astype(jnp.float32))
+
+
+def rounded_with(noise: UInt32[Array, "*shape"], x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """`x` in bfloat16, rounded away from 0 if its lower 16 bits and `noise`, of 16 bits, sum up to more."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
     truncated = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
-    return jnp.where(jnp.isfinite(x), truncated, x).astype(dtype)
+    return jnp.where(jnp.isfinite(x), truncated, x).astype(jnp.bfloat16)

@@ -127,6 +127,24 @@ def test_float16_weights_have_float32_moments():
     assert {x.dtype.name for x in jax.tree.leaves(state) if x.ndim} == {"float32"}
 
 
+@pytest.mark.parametrize(
+    "tx", [optim.adam(0.1, beta2=0.999), optim.lion(0.1, beta2=0.999), optim.sgd(0.1, momentum=0.9)]
+)
+def test_moments_in_bfloat16_follow_those_in_float32(tx):
+    """In bfloat16 a decay of 0.999 is 1, and a mean rounded to nearest stays where it is."""
+    noise = normal(3000, 256) * jnp.where(jnp.arange(3000) < 1000, 1.0, 0.1)[:, None]
+
+    def size(dtype):
+        run = jax.jit(
+            lambda grads, state: jax.lax.scan(lambda state, g: (tx.update(g, state)[1], None), state, grads)[0]
+        )
+        *_, moment = (x for x in jax.tree.leaves(run(noise.astype(dtype), tx.init(jnp.zeros(256, dtype)))) if x.ndim)
+        assert moment.dtype == dtype
+        return float(jnp.mean(jnp.abs(moment.astype(jnp.float32))))
+
+    assert size(jnp.bfloat16) == pytest.approx(size(jnp.float32), rel=0.05)
+
+
 @pytest.mark.parametrize("name", ["apollo", "galore_adamw", "qgalore"])
 def test_random_projections_and_their_refresh_belong_to_a_layer_wherever_a_pipeline_stores_it(name: str) -> None:
     pipeline = Pipeline(layers=5, stages=2, micro_batches=2, rounds=2)

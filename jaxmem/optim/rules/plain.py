@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmem.config.optimizers import AdamSettings, AdamWSettings, LionSettings, SgdSettings
-from jaxmem.optim.apply import widened
+from jaxmem.optim.apply import rounded_by_hash, widened
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext
 from jaxmem.optim.transformation import Rate, Transformation, is_zero, with_learning_rate
 from jaxmem.sharding.weights import is_encoded
@@ -101,17 +101,28 @@ def sgd(
 
 def _in_dtype_of_weights(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """`tx` with state in the dtype of each weight (float32 for float16), for any dtype of its gradient. The dtype of a
-    quantized weight is that of its dequantized values."""
+    quantized weight is that of its dequantized values.
+
+    It computes in float32. In bfloat16 a decay of 0.999 would be 1, and a mean of the last 1,000 squares that is
+    rounded to nearest would never decrease, so its state is rounded by a hash.
+    """
 
     def init(params: Tree) -> Tree:
         plain = lambda w: jnp.zeros(w.shape, w.dtype) if is_encoded(w) else w  # noqa: E731
         return tx.init(widened(jax.tree.map(plain, params, is_leaf=is_encoded)))
 
     def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
-        updates, new = tx.update(widened(updates), state, params)
-        return updates, jax.tree.map(lambda new, old: new.astype(old.dtype), new, state)
+        dtypes, _ = jax.eval_shape(tx.update, widened(updates), state, params)
+        updates, new = tx.update(*jax.tree.map(_wide, (updates, state)), params)
+        updates = jax.tree.map(lambda u, like: u.astype(like.dtype), updates, dtypes)
+        count = state._asdict().get("count", 0)
+        return updates, jax.tree.map(lambda new, old: rounded_by_hash(new, old.dtype, count), new, state)
 
     return optax.GradientTransformation(init, update)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
 
 
 def next_moments(
