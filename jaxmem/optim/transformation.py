@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxmem.kernels.scopes import purpose
-from jaxmem.optim.apply import axes_or_unnamed
+from jaxmem.optim.apply import axes_or_unnamed, rounded_by_hash
 from jaxmem.optim.in_place import update_rows
+from jaxmem.quant import values_of
 from jaxmem.sharding.table import Axes, is_axes
 from jaxmem.sharding.weights import is_encoded, is_matrix
 from jaxmem.typing import AxesTree, Tree
@@ -52,11 +53,14 @@ def add_decayed_weights(weight_decay: float | jax.Array, axes: AxesTree = None) 
             if not is_matrix(names):
                 return u
             if not is_encoded(w):
-                return u + weight_decay * w
+                return decayed(u.astype(jnp.promote_types(u.dtype, w.dtype)), w)
             return update_rows(decayed, u, w, names[len(names) - w.ndim :])
 
         def decayed(u: jax.Array, w: Any, *_: jax.Array) -> jax.Array:
-            return (u.astype(jnp.float32) + weight_decay * w.dequantize(jnp.float32)).astype(u.dtype)
+            # A bfloat16 update would lose a decay below half of its last bit: of Lion's updates, which are 1 or -1,
+            # that of every weight below 0.02.
+            wide = jnp.promote_types(u.dtype, jnp.float32)
+            return rounded_by_hash(u.astype(wide) + weight_decay * values_of(w, wide), u.dtype)
 
         return jax.tree.map(add_decay, axes_or_unnamed(axes, updates), updates, params, is_leaf=is_axes), state
 

@@ -11,7 +11,8 @@ from jaxmem import optim
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.models.user import axes_by_rule
-from jaxmem.sharding.weights import is_matrix
+from jaxmem.quant import quantize
+from jaxmem.sharding.weights import WithRemainder, is_matrix
 from tests.optim.conftest import gradients, normal, same, updates
 
 
@@ -114,6 +115,22 @@ def test_only_matrices_decay():
     nothing = jax.tree.map(jnp.zeros_like, params)
     (decay,), _ = updates(optim.sgd(0.5, weight_decay=0.1, axes=axes), params, [nothing])
     same(decay, {name: (-0.05 if name in ("w", "experts") else 0) * x for name, x in params.items()})
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "int8", "remainder"])
+def test_a_decay_below_the_last_bit_of_a_bfloat16_update_is_not_lost(stored):
+    """The updates of Lion are 1 or -1, which is 0.004 from the next number; most of these decays are below 0.001."""
+    w = 0.01 * normal(64, 4096)
+    if stored == "remainder":
+        weights = WithRemainder(w.astype(jnp.bfloat16), jnp.zeros(w.shape, jnp.int8))
+    else:
+        weights = w.astype(jnp.bfloat16) if stored == "bfloat16" else quantize(w, "int8", axis=-1)
+    u = {"w": jnp.sign(normal(64, 4096, seed=1)).astype(jnp.bfloat16)}
+    tx = optim.sgd(-1.0, weight_decay=0.1)  # which only adds the decay
+    decayed, _ = tx.update(u, tx.init(u), {"w": weights})
+    assert decayed["w"].dtype == jnp.bfloat16
+    decay = np.float64(decayed["w"]) - np.float64(u["w"])
+    assert np.sum(decay * w) / np.sum(w * w) == pytest.approx(0.1, rel=0.1)
 
 
 # ------------------------------------------------------------------ the config
