@@ -1,6 +1,5 @@
 """Bytes and seconds of a step by arithmetic, without compiling it.
 
-categories  the categories of bytes, and that of an array of the state
 state       the exact bytes of the state on one device
 passes      saved activations and matmuls of one sequence, from jax's trace; layers: of each value of a layer
 chunks      the chunks in which one device computes, where the config says auto

@@ -63,18 +63,18 @@ class ForwardPass:
         shared = split_micro_batches(self.call.shared, self.micro, rows)
 
         def step(turn: jax.Array, state: tuple[Tree, ...]) -> tuple[Tree, ...]:
-            carried, g, ahead, fetched = state
+            carried, g, ahead, fetched_weights = state
             layer = layers - 1 - turn
             stacked = visitor.weights(carried)
-            weights = layer_with(stacked, layer, fetched)
+            weights = layer_with(stacked, layer, fetched_weights)
             layer_input = take_layer(self.call.inputs, layer)
-            fetched = fetch_layer(stacked, layer - 1)
+            fetched_weights = fetch_layer(stacked, layer - 1)
             saved, ahead = self.saved.read(layer, stacked, ahead)
             result = visitor.fetch(carried, layer)
             dw, dx = self._gradients(weights, split_micro_batches(layer_input, self.micro, rows), shared, saved, g)
             # Reads happen before the visitor writes; otherwise XLA would copy the old weights.
             layer, dw, dx, result = jax.lax.optimization_barrier((layer, dw, dx, result))
-            return visitor.visit(carried, layer, dw, result), dx, ahead, fetched
+            return visitor.visit(carried, layer, dw, result), dx, ahead, fetched_weights
 
         last = fetch_layer(visitor.weights(visitor.begin), available_after(self.y, jnp.int32(layers - 1)))
         begin = visitor.begin, split_micro_batches(g, self.micro, rows), self.saved.begin(), last

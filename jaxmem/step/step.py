@@ -12,11 +12,11 @@ In order:
    gathers or dequantizes them, where it uses them. One micro-batch: `gradients.differentiate`; several:
    `gradients.accumulate`; pipeline stages: `pipeline.pipeline_gradients`.
 2. `nonfinite.squared_norms` has a norm for each layer: the gradient's norm, and the first gradient that is not finite.
-3. `_update` applies the optimizer: clipping, the rule, weight decay and learning rate. `optim.apply_updates` adds the
+3. `_metrics`, which need the weights and the state before the update.
+4. `_update` applies the optimizer: clipping, the rule, weight decay and learning rate. `optim.apply_updates` adds the
    result to the weights, and `gather_in_place` gathers them if each device updates only its shard (zero 1 and 2).
-4. `_metrics`.
 
-`memory.update: during` has 1 to 3 in one backward pass: `_update_during`.
+`memory.update: during` has 1, 2 and 4 in one backward pass: `_update_during`.
 """
 
 from __future__ import annotations

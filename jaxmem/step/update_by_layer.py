@@ -107,9 +107,9 @@ class StackUpdate:
         last = jax.tree.leaves(weights)[0].shape[0] - 1
 
         def step(layer: jax.Array, carry: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:
-            weights, state, fetched = carry
+            weights, state, fetched_state = carry
             following = stage.read_state(state, jnp.minimum(layer + 1, last))
-            new, new_state = stage.update(layer, take_layer(grads, layer), fetched, take_layer(weights, layer))
+            new, new_state = stage.update(layer, take_layer(grads, layer), fetched_state, take_layer(weights, layer))
             # The next layer's state is read before the state is overwritten; otherwise XLA would copy all of the state.
             following, state = jax.lax.optimization_barrier((following, state))
             return *stage.put(weights, state, layer, new, new_state), following
@@ -176,7 +176,9 @@ class LayerUpdate:
         """The state of one layer, copied from host memory."""
         return [stack.read_state(state, layer) for stack, state in zip(self.stacks, carry.states, strict=True)]
 
-    def __call__(self, carry: Updated, layer: jax.Array, grads: Tree, fetched: list[Tree] | None = None) -> Updated:
+    def update_layer(
+        self, carry: Updated, layer: jax.Array, grads: Tree, fetched_states: list[Tree] | None = None
+    ) -> Updated:
         weights, states, squares = carry
         new_states = list[Tree]()
         for number, (stack, state) in enumerate(zip(self.stacks, states, strict=True)):
@@ -185,7 +187,7 @@ class LayerUpdate:
             # One weight after the other, so that the buffers of one update are freed before the next begins.
             gradient, weights, state, new_states = jax.lax.optimization_barrier((gradient, weights, state, new_states))
             stacked = select(weights, axes, is_leaf=is_axes)
-            layer_state = fetched[number] if fetched else stack.read_state(state, layer)
+            layer_state = fetched_states[number] if fetched_states else stack.read_state(state, layer)
             # Read once: a second read could come after the layer is written, and XLA would copy the stack.
             weight = jax.lax.optimization_barrier(take_layer(stacked, layer))
             new = stack.update(layer, gradient, layer_state, weight)

@@ -12,11 +12,12 @@ An update, in the order in which it is computed:
    embedding or output matrix.
 2. `_gradient_norm`, only for an optimizer that needs the norm of all gradients before the first update (clipping by the
    global norm): a backward pass that discards the gradients.
-3. `ForwardByParts.backward`: back through the parts. Parameters after the layers (the final norm) are updated first
-   (`update_unstacked`). For a stack, `stack.reverse` computes the gradient of one layer after the other and passes it
-   to a `LayerUpdate` (`update_stack`): `ForwardPass.backward` loops over the layers and calls `Visitor.visit`, which
-   for each weight calls `StackUpdate.update` (optimizer and rounding: `ParameterGroup.update`) and `StackUpdate.put`.
-4. Other parameters outside of layers (`update_unstacked`), then embedding and output matrices, slice by slice
+3. The gradients of the loss, and the update of the parameters after the layers: the final norm (`update_unstacked`).
+4. `ForwardByParts.backward`: back through the parts. For a stack (`update_stack`), `stack.reverse.ForwardPass.backward`
+   loops over the layers from the last one: it computes the gradient of a layer and calls `Visitor.visit`, which is
+   `LayerUpdate.update_layer`. That calls for each weight `StackUpdate.update` (optimizer and rounding:
+   `ParameterGroup.update`) and `StackUpdate.put`.
+5. Other parameters outside of layers (`update_unstacked`), then embedding and output matrices, slice by slice
    (`VocabUpdate`).
 """
 
@@ -88,8 +89,8 @@ def update_during_backward(
         def weights(carry: Updated) -> Tree:
             return stack.weights(carry.weights)
 
-        def visit(carry: Updated, layer: jax.Array, dw: Tree, fetched: list[Tree] | None) -> Updated:
-            return update(carry, layer, nest(stack.path, dw), fetched)
+        def visit(carry: Updated, layer: jax.Array, dw: Tree, fetched_states: list[Tree] | None) -> Updated:
+            return update.update_layer(carry, layer, nest(stack.path, dw), fetched_states)
 
         visitor = Visitor(update.initial_carry(stack.trainable, layers), weights, visit)
         if spec.offloads("optimizer"):  # the state of a layer is copied while its gradient is computed

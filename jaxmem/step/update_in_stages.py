@@ -74,7 +74,7 @@ def update_in_stages(
             return merge({name: stage.weights}, carry.weights)[name]
 
         def visit(carry: Updated, layer: jax.Array, dw: Tree, _: None) -> Updated:
-            return layers(carry, layer, {name: _mean(dw, stage.count)})
+            return layers.update_layer(carry, layer, {name: _mean(dw, stage.count)})
 
         def end(carry: Updated) -> tuple[Updated, list[Tree]]:
             stacked, unstacked = _divide(groups, carry.states)
