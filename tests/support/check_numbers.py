@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxmem.report.figure import digest_of
-from scripts.bench import optimizer_quality, quantization, recompute
+from scripts.bench import optimizer_quality, quality, quantization, recompute
 
 ROOT = Path(__file__).parents[2]
 PLANNED = re.compile(r"^# Planned: ([\d.]+) GiB", re.MULTILINE)
@@ -44,11 +44,16 @@ def draw_bits_curve(file: Path) -> None:
     quantization.draw_losses(json.loads((ROOT / "docs/benchmarks/bits-curve.json").read_text())["rows"], file)
 
 
+def draw_quality(file: Path) -> None:
+    quality.draw(list(quality.rows(quality.METHODS)), file)
+
+
 # Figures of recorded rows, which take a second to draw again.
 REDRAWN = {
     "recompute.png": draw_recompute,
     "optimizer-quality.png": optimizer_quality.draw_compared,
     "bits-curve.png": draw_bits_curve,
+    "quality-135m.png": draw_quality,
 }
 
 
