@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxmem.models.embedding import take_rows
 from jaxmem.quant import QTensor, values_of
 from jaxmem.sharding.table import Axis
 
@@ -91,7 +92,7 @@ def _with_lora(kind: Any) -> Any:
 def _low_rank(module: Any, x: jax.Array, y: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     """(x A) B in the shape of the output y."""
     if isinstance(module, nnx.Embed):
-        return a.astype(jnp.float32)[x].astype(a.dtype) @ b  # the cast makes the gradient of `a` a sum in float32
+        return take_rows(a, x, a.dtype) @ b
     x = x.astype(y.dtype)
     if isinstance(module, nnx.Einsum):
         inputs, result, inner, outer, sizes = _equation(module)

@@ -44,8 +44,7 @@ class Prompt(nnx.Module):
     def __call__(self, ids: Ids, x: Embedded, dtype: DTypeLike) -> Embedded:
         """The embeddings `x` of all tokens, with the embeddings of the prompt at its tokens."""
         rows = jnp.clip(ids - self.vocab, 0, self.length - 1)
-        # In float32, so that the gradient is: in bfloat16 its sum would end at some hundred sequences.
-        prompt = fetch(self.weight, jnp.float32)[rows].astype(dtype)
+        prompt = take_rows(fetch(self.weight, jnp.float32), rows, dtype)
         return jnp.where((ids >= self.vocab)[..., None], prompt, x)
 
 

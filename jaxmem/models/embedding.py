@@ -119,8 +119,8 @@ def separate_lookup(matrix: Weight, ids: Ids, axes: Axes, dtype: DTypeLike) -> V
 
 
 def take_rows(matrix: Matrix, ids: jax.Array, dtype: DTypeLike, mode: str | None = None) -> jax.Array:
-    """Rows of a matrix on this device. The blocks of a quantized matrix are along its rows, so that each row has its
-    own codes and scales."""
+    """Rows of a matrix on this device; its gradient is summed in float32. Blocks of a quantized matrix are along its
+    rows, so that each row has its own codes and scales."""
 
     def take(x: jax.Array) -> jax.Array:
         if x.shape[0] < matrix.shape[0]:  # one value for all rows
@@ -129,7 +129,7 @@ def take_rows(matrix: Matrix, ids: jax.Array, dtype: DTypeLike, mode: str | None
             return jax.lax.map(lambda i: fetch_from_host(x[i]), ids.reshape(-1)).reshape(*ids.shape, -1)
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return jnp.take(x, ids, axis=0, mode=mode)
-        # The cast makes the gradient a sum in float32: in bfloat16, a token that occurs 4,000 times gets half of it.
+        # The cast makes the gradient a sum in float32: in bfloat16, a row that is read 4,000 times gets half of it.
         return jnp.take(x.astype(jnp.float32), ids, axis=0, mode=mode).astype(x.dtype)
 
     rows = jax.tree.map(take, matrix)

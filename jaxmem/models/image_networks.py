@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Num
 from jaxmem.config import networks
 from jaxmem.models.attention import Attention, AttentionSpec
 from jaxmem.models.block import Block, DenseMlp
+from jaxmem.models.embedding import take_rows
 from jaxmem.models.layers import LayerNorm, RowKeys, dropout, fetch, new_weight, split_keys
 from jaxmem.models.linear import Linear
 from jaxmem.models.network import Execution, Flow, Network, NetworkPart, Part, blocks_of
@@ -87,8 +88,7 @@ class Mlp(ImageNetwork):
         if self.cfg.inputs == "one_hot":
             x = jax.nn.one_hot(pixels, self.cfg.categories, dtype=dtype)
         elif self.categories is not None:
-            # The gradient adds up all pixels of a category; in bfloat16 the sum would end at some hundred terms.
-            x = jnp.take(fetch(self.categories, jnp.float32), pixels, axis=0).astype(dtype)
+            x = take_rows(fetch(self.categories, jnp.float32), pixels, dtype)
         else:
             x = pixels.astype(dtype)
         return constrain(self.stem(x.reshape(images.shape[0], -1)), "batch", "embed")

@@ -2,7 +2,7 @@
 
 The lock allows one run at a time, since two runs would overwrite each other's checkpoints. It is a lock of the
 operating system (flock) on `output/.NAME.lock`, which is released when the process ends for any reason; a lock that
-consists of a file would remain after a killed run. There is another one in `checkpoint.path`. Process 0 has the locks.
+consists of a file would remain after a killed run. A second lock is in `checkpoint.path`. Process 0 has the locks.
 On a shared file system they apply to all hosts if the file system supports this; a file system without locks is
 reported.
 """
