@@ -170,11 +170,11 @@ def _division(matrices: Tree, axes: Axes, dim: int) -> Division | None:
     shape = leaves[0].shape[int(is_stack) :]
     blocks_of_rows = [x.block_size for x in leaves if isinstance(x, QTensor) and x.axis == dim - len(shape)]
     units = shape[dim] // blocks_of_rows[0] if blocks_of_rows else shape[dim]
+    # Two blocks of an odd number of 4-bit codes are a unit: their codes are whole bytes.
+    units = math.gcd(units, *(x.shape[dim + is_stack] for x in jax.tree.leaves(matrices)))
     devices = _devices(axes[int(is_stack) :])
     parts = _parts(math.prod(shape), units, math.prod(devices), devices[dim])
-    division = Division(is_stack, dim, units, parts)
-    is_uneven = any(x.shape[division.rows] % units for x in jax.tree.leaves(matrices))
-    return None if parts == 1 or is_uneven else division
+    return None if parts == 1 else Division(is_stack, dim, units, parts)
 
 
 def _update_divided(

@@ -12,6 +12,7 @@ from jaxmem.optim import in_place
 from jaxmem.optim.layers import ParameterSpec
 from jaxmem.optim.rules import quantized
 from jaxmem.planning.targets import parse_target, target_devices
+from jaxmem.quant import quantize
 from jaxmem.sharding.table import path_name
 from jaxmem.step.programs import program
 from tests.optim.conftest import gradients, normal, updates
@@ -59,6 +60,23 @@ def test_part_by_part_is_the_same(shape, axes, monkeypatch):
     parts, other = updates(tx, params, grads)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), whole, parts)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a.mean(), b.mean(), rtol=1e-3), state, other)
+
+
+def test_blocks_of_an_odd_number_of_codes_are_updated_in_parts(monkeypatch):
+    """Two codes of 4 bits are a byte: two blocks of 43 codes are whole bytes, one is not."""
+    w = quantize(normal(8 * 43, 64), "int4", 43, -2)
+    u = normal(8 * 43, 64)
+    sizes = []
+
+    def add(w, u, *_):
+        sizes.append(u.size)
+        return quantize(w.dequantize(jnp.float32) + u, "int4", 43, -2)
+
+    complete = in_place.update_rows(add, w, u, ("embed", "mlp"))
+    monkeypatch.setattr(in_place, "PART_SIZE", 2 * 43 * 64)
+    in_parts = in_place.update_rows(add, w, u, ("embed", "mlp"))
+    assert sizes == [8 * 43 * 64, 2 * 43 * 64]
+    np.testing.assert_array_equal(in_parts.dequantize(jnp.float32), complete.dequantize(jnp.float32))
 
 
 @pytest.mark.parametrize(
