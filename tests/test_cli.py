@@ -22,7 +22,6 @@ from jaxmem.machine import devices
 from jaxmem.machine.stderr import filtered
 from jaxmem.planning.result import plan
 from jaxmem.search.knobs import DEFAULT_ALLOW
-from jaxmem.search.nearest import Nearest
 from jaxmem.training.memory_check import DoesNotFitError
 
 ROOT = Path(__file__).parents[1]
@@ -158,17 +157,15 @@ def test_plan(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.exhaustive
-def test_a_plan_that_does_not_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a preset, without a config. tests/search/test_comparison.py searches for the configs that fit."""
-    monkeypatch.setattr("jaxmem.search.nearest.nearest_fitting", lambda *_: [])
+def test_a_plan_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a preset, without a config."""
     written = tmp_path / "run.yaml"
     options = ("--method", "qlora", "--sequence-length", "64", "--write", str(written), "--simulate", "8", "--json")
     code, out, err = jaxmem("plan", "tiny", "memory.budget=1e-5", *options, capsys=capsys)
     assert code == 3
     assert json.loads(out)["fits"] is False
-    assert "no similar config that fits" in err
+    given = ["--sequence-length", "64", "memory.budget=1e-5", "--method", "qlora", "--target", "cpu:8"]
+    assert f"jaxmem fit tiny {' '.join(given)}\n" in err
     assert f"wrote {written}" in err
     assert f"jaxmem train {written}" not in err, "it does not fit"
     assert "trackers" not in written.read_text(), "only what differs from the defaults"
@@ -176,26 +173,13 @@ def test_a_plan_that_does_not_fit(
     assert (cfg.adapter.kind, cfg.data.sequence_length, cfg.batch.global_size) == ("qlora", 64, 8)
 
 
-def test_suggested_commands_have_the_options_of_the_plan(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planned = SimpleNamespace(as_json=dict, fits=False, target=SimpleNamespace(gpu=None))
-    near = Nearest(["memory.remat=full"], None, 1, None)
-    monkeypatch.setattr("jaxmem.planning.result.plan", lambda *_, **__: planned)
-    monkeypatch.setattr("jaxmem.search.nearest.nearest_fitting", lambda *_: [near])
-    options = ("--batch", "2", "--reserve", "0.5", "--target", "h100-80gb:2")
-    code, _, err = jaxmem("plan", "tiny", *options, "--json", capsys=capsys)
-    assert code == 3
-    assert f"  jaxmem plan tiny {' '.join(options)} memory.remat=full\n" in err
-
-
 def test_the_first_plan_for_gpus_names_what_other_scripts_need(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planned = SimpleNamespace(as_json=dict, target=SimpleNamespace(gpu="h100-80gb"))
+    planned = SimpleNamespace(as_json=dict, fits=True, target=SimpleNamespace(gpu="h100-80gb"))
     monkeypatch.setattr("jaxmem.planning.result.plan", lambda *_, **__: planned)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    command = ("plan", str(run / "config.yaml"), "--target", "h100-80gb:8", "--json", "--no-check")
+    command = ("plan", str(run / "config.yaml"), "--target", "h100-80gb:8", "--json")
     notes = [jaxmem(*command, capsys=capsys)[2].count("JAX_PLATFORMS=cpu") for _ in range(2)]
     assert notes == [1, 0]
 

@@ -23,7 +23,6 @@ from jaxmem.typing import JsonDict
 
 if TYPE_CHECKING:
     from jaxmem.config import Config
-    from jaxmem.planning.result import Plan
 
 
 def plan(
@@ -34,10 +33,6 @@ def plan(
     sequence_length: options.SequenceLength = None,
     batch: options.BatchSize = None,
     write: options.ConfigOutput = None,
-    check: Annotated[
-        bool,
-        typer.Option("--check/--no-check", help="If the config does not fit, suggest configs that do; exit code 3."),
-    ] = True,
     reserve: options.Reserve = None,
     simulate: options.Simulate = None,
     html: options.Html = None,
@@ -46,8 +41,7 @@ def plan(
 ) -> None:
     """Plan the memory of each device before a run.
 
-    Plan for the devices of this machine or, with --target, for others. If the config does not fit, the exit code is 3
-    (0 with --no-check).
+    Plan for the devices of this machine or, with --target, for others. If it does not fit, the exit code is 3.
     """
     if target == "list":
         from jaxmem.machine.gpus import GPUS
@@ -83,21 +77,17 @@ def plan(
             "note: other jax scripts in this environment print a traceback (cuDNN not found) and continue on the CPU;"
             " to avoid it, set JAX_PLATFORMS=cpu"
         )
-    if check and not planned.fits:
-        from jaxmem.config.methods import run_config, without_replaced
+    if not planned.fits:
+        from jaxmem.planning.units import format_command
         from jaxmem.search.comparison import command_line
 
-        sizes: JsonDict = {"sequence_length": sequence_length, "batch": batch}
-        given = {"overrides": overrides or [], "reserve": reserve, **sizes}
-        where = ["--target", target] if target else ["--simulate", str(simulate)] if simulate else []
-
-        def config(other: str | None) -> Config:
-            if other is None:
-                return cfg
-            settings = without_replaced(other, overrides or ())
-            return run_config(source or "", settings, method=other, devices=planned.target.count, **sizes)
-
-        _suggest(planned, config, ["jaxmem", "plan", *command_line(source or "", given), *where], method)
+        given = {"overrides": overrides or [], "reserve": reserve, "sequence_length": sequence_length, "batch": batch}
+        name = ["--method", method] if method else []
+        where = target or (f"cpu:{simulate}" if simulate else None)
+        words = [*command_line(source or "", given), *name, *(["--target", where] if where else [])]
+        _progress(f"{cfg.name} does not fit; to search for settings that fit:")
+        say(format_command(["jaxmem", "fit", *words]), file=sys.stderr)
+        raise typer.Exit(3)
 
 
 def fit(
@@ -195,23 +185,6 @@ def _config(
     cfg = run_config(source, overrides or (), devices=count, **options)
     take_devices(simulate, only_compile=True)
     return cfg
-
-
-def _suggest(planned: Plan, config: Callable[[str | None], Config], command: list[str], method: str | None) -> None:
-    """Prints commands for configs that fit to standard error, each as soon as it is compiled, and exits with code 3.
-    `config(method)`: the config of the plan, or that of another method; `command`: the command of the plan; `method`:
-    its --method."""
-    from jaxmem.search import nearest
-
-    _progress(f"searching for configs that fit, at most {nearest.MAX_SECONDS:.0f} s (--no-check: not at all) ...")
-    has_any = False
-    for near in nearest.nearest_fitting(planned, config, nearest.Limit()):
-        _progress(str(near))
-        say(near.command(command, method), file=sys.stderr)
-        has_any = True
-    if not has_any:
-        _progress("no similar config that fits was found; `jaxmem fit` searches among more configs")
-    raise typer.Exit(3)
 
 
 def _note_once(text: str) -> None:

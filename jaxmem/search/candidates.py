@@ -10,7 +10,7 @@ import itertools
 import math
 import random
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -142,14 +142,11 @@ class Space:
         cfg: Config,
         target: Target,
         knobs: Sequence[Knob],
-        is_over: Callable[[], bool] = lambda: False,
         original: Config | None = None,
     ) -> None:
-        """`is_over`: when it returns true, no further config is estimated. `original`: the config as the user wrote it,
-        if it differs: its `memory.remat` may be auto."""
+        """`original`: the config as the user wrote it, if it differs: its `memory.remat` may be auto."""
         self._cfg = cfg
         self._target = target
-        self._is_over = is_over
         start = resolve(cfg, target.count)[0]
         listed = [_with_given(start, list(knob.choices(cfg, target))) for knob in knobs]
         self._choices = [choices for choices in listed if choices]
@@ -177,8 +174,6 @@ class Space:
         raw = cfg.model_dump(mode="json")
         candidates: list[Candidate] = []
         for changes in all_changes:
-            if candidates and self._is_over():
-                break
             other = _changed(raw, changes, self._target, cfg.user)
             if other is None:
                 continue

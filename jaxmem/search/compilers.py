@@ -67,7 +67,6 @@ class CompilerPool:
         self.compiled = 0  # number of compiled programs, without answers from the cache
         self._started: list[_CompilerProcess] = []
         self._idle: list[_CompilerProcess] = []
-        self._is_killed = False
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(self.processes)
 
@@ -76,17 +75,12 @@ class CompilerPool:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is not None:  # do not wait for programs that are being compiled
-            self.kill()
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            for process in self._started:
+                process.kill()
         self._threads.shutdown(cancel_futures=True)
         for process in self._idle:
             process.stop()
-
-    def kill(self) -> None:
-        """Ends all processes, and starts no others. What they compile, and all further configs, are refused."""
-        with self._lock:
-            self._is_killed = True
-            for process in self._started:
-                process.kill()
 
     def step(self, cfg: Config) -> StepCost:
         return StepCost(**self._answer("step", cfg))
@@ -94,9 +88,6 @@ class CompilerPool:
     def phases(self, cfg: Config) -> dict[str, int]:
         """Bytes per device of the phases other than the step."""
         return self._answer("phases", cfg)
-
-    def step_and_phases(self, cfg: Config) -> tuple[StepCost, dict[str, int]]:
-        return self.step(cfg), self.phases(cfg)
 
     def plan(self, cfg: Config) -> JsonDict:
         """The plan of the step as JSON, compiled without a memory limit."""
@@ -134,8 +125,6 @@ class CompilerPool:
     @contextlib.contextmanager
     def _process(self) -> Iterator[_CompilerProcess]:
         with self._lock:
-            if self._is_killed:
-                raise RefusedError("the search has ended")
             if self._idle:
                 process = self._idle.pop()
             else:

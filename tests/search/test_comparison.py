@@ -4,9 +4,7 @@ import functools
 import io
 import json
 import shlex
-import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,18 +13,15 @@ from rich.console import Console
 from jaxmem.cli import main
 from jaxmem.config import Config, load_config
 from jaxmem.config.devices import for_devices
-from jaxmem.config.methods import METHODS, run_config, without_replaced
+from jaxmem.config.methods import METHODS, run_config
 from jaxmem.errors import UserError
 from jaxmem.planning.targets import Target
 from jaxmem.planning.units import format_bytes
-from jaxmem.search import fit, nearest
+from jaxmem.search import fit
 from jaxmem.search.comparison import Comparison, compare
-from jaxmem.search.compilers import RefusedError
 from jaxmem.search.fit import search
-from jaxmem.search.knobs import allowed
-from jaxmem.search.worker import StepCost
 
-from .conftest import SMALL, FakeCompilers, candidates, config, estimate_once, with_memory
+from .conftest import SMALL, FakeCompilers, config, estimate_once, with_memory
 
 MODEL = {"name": "small", "model": {**SMALL, "layers": 4}, "data": {"sequence_length": 64}, "mesh": {"fsdp": -1}}
 OPTIONS: dict[str, Any] = {"batch": 2, "devices": 2}
@@ -180,78 +175,6 @@ def test_recompute_is_tried_before_offloading() -> None:
         assert row["tokens_per_second"] == pytest.approx(2 * 64 / lora.candidate.seconds)
 
 
-def written(cfg: Config) -> Callable[[str | None], Config]:
-    """A config, or that of another method, as `jaxmem plan` reads it."""
-    return lambda method: run_config(cfg, method=method)
-
-
-def planned(cfg: Config, memory: int, devices: int = 8) -> Any:
-    """The parts of a plan that advice reads, with the estimate as compiled bytes."""
-    target = with_memory(f"h100-80gb:{devices}", memory)
-    cfg = for_devices(cfg, devices)
-    total = estimate_once(cfg, target).total
-    return SimpleNamespace(
-        program=SimpleNamespace(cfg=cfg),
-        target=target,
-        reserve_gib=0.0,
-        limit=memory,
-        fits=total <= memory,
-        compiled_step=SimpleNamespace(total=total),
-    )
-
-
-@pytest.mark.exhaustive
-def test_the_nearest_configs_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nearest, "CompilerPool", lambda target, _: FakeCompilers(target))
-    words = ("remat", "update", "batch")
-    monkeypatch.setattr(nearest, "KNOBS", allowed(words))
-    monkeypatch.setattr(nearest, "METHODS", {name: METHODS[name] for name in ("lora", "qlora")})
-    cfg = config()
-    total = planned(cfg, 1).compiled_step.total
-    near = list(nearest.nearest_fitting(planned(cfg, int(0.8 * total)), written(cfg), nearest.Limit(3600)))
-    assert len(near) == nearest.MAX_SUGGESTIONS
-    assert all(one.method is None and one.total <= 0.8 * total and one.seconds for one in near)
-    wide = {**SMALL, "embed": 512, "mlp": 1024}  # its state is larger than its activations
-    full = config(model=wide, data={"sequence_length": 16}, memory={"remat": "full", "update": "during"})
-    every = candidates(full, with_memory("h100-80gb", 1), allowed(words))
-    too_small = planned(full, int(0.9 * min(one.estimate.total for one in every)), 1)
-    others = list(nearest.nearest_fitting(too_small, written(full), nearest.Limit(3600)))
-    assert {one.method for one in others} - {None}, "no memory setting is enough: another method"
-    for one in others:
-        assert not {"memory.remat=full", "memory.update=during"} & set(one.overrides), "what the config has already"
-        typed = shlex.split(one.command(["jaxmem", "plan", "a.yaml"], "full"))
-        settings = [word for word in typed if "=" in word]
-        method = typed[typed.index("--method") + 1]
-        assert method == (one.method or "full")
-        near = run_config(run_config(full, method=method) if one.method else full, settings)
-        assert estimate_once(for_devices(near, 1), too_small.target).total == pytest.approx(one.total, rel=1e-6)
-    assert list(nearest.nearest_fitting(planned(cfg, 1000), written(cfg), nearest.Limit())) == []
-
-
-def test_another_method_replaces_what_the_user_gave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nearest, "CompilerPool", lambda target, _: FakeCompilers(target))
-    monkeypatch.setattr(nearest, "KNOBS", [])
-    monkeypatch.setattr(nearest, "METHODS", {name: METHODS[name] for name in ("full-bf16", "full-8bit", "qlora")})
-    monkeypatch.setattr(nearest, "MEMORY_KNOBS", allowed(["batch"]))
-    given = ["adapter.kind=lora", "adapter.rank=4", "memory.remat=auto", "data.sequence_length=16"]
-    wide = {**MODEL, "model": {**SMALL, "embed": 256, "mlp": 1024}}
-
-    def written(method: str | None) -> Config:
-        return run_config(wide, without_replaced(method, given) if method else given, method=method)
-
-    plan = planned(written(None).replace(memory={"remat": "dots"}), 1 << 40, 1)
-    plan.compiled_step.total = plan.limit + 1
-    near = list(nearest.nearest_fitting(plan, written, nearest.Limit(3600)))
-    assert [one.method for one in near] == ["full-bf16", "full-8bit", "qlora"]
-    for one in near:
-        typed = shlex.split(one.command(["jaxmem", "plan", "a.yaml", *given], None))
-        settings = [word for word in typed if "=" in word]
-        found = for_devices(run_config(wide, settings, method=one.method), 1)
-        assert found.memory.remat == "dots", "the policy that the plan chose"
-        assert found.adapter.kind == ("qlora" if one.method == "qlora" else "none")
-        assert estimate_once(found, plan.target).total == one.total
-
-
 def test_where_nothing_fits_other_methods_replace_what_the_user_gave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "compile_target", lambda _: with_memory("h100-80gb:2", 1 << 10))
     monkeypatch.setattr(fit, "CompilerPool", lambda aim, *_: FakeCompilers(aim))
@@ -298,35 +221,7 @@ def test_a_model_of_images_has_no_tokens() -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_search_ends_while_a_config_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    class SlowCompilers(FakeCompilers):
-        def __init__(self, target: Target, _: float | None) -> None:
-            super().__init__(target)
-            self.killed = threading.Event()
-            pools.append(self)
-
-        def kill(self) -> None:
-            self.killed.set()
-
-        def step(self, _: Config) -> StepCost:
-            assert self.killed.wait(30)
-            raise RefusedError("killed")
-
-    pools = list[SlowCompilers]()
-    monkeypatch.setattr(nearest, "CompilerPool", SlowCompilers)
-    monkeypatch.setattr(nearest, "KNOBS", allowed(["remat"]))
-    monkeypatch.setattr(nearest, "METHODS", {})
-    cfg = config()
-    too_large = planned(cfg, int(0.8 * planned(cfg, 1).compiled_step.total))
-    assert list(nearest.nearest_fitting(too_large, written(cfg), nearest.Limit(0.2))) == []
-    assert pools[0].killed.is_set()
-
-
-@pytest.mark.exhaustive
 def test_a_suggested_command_replaces_what_the_user_gave() -> None:
-    near = nearest.Nearest(["memory.remat=full", "mesh.fsdp=4"], None, 1, None)
-    command = near.command(["jaxmem", "plan", "a.yaml", "memory.remat=none", "zero=1", "mesh.fsdp=2"], None)
-    assert command.split() == ["jaxmem", "plan", "a.yaml", "zero=1", "memory.remat=full", "mesh.fsdp=4"]
     given = ("small.yaml", "memory.remat=sqrt")
     with FakeCompilers(with_memory("h100-80gb:2", 1 << 40)) as pool:
         make = functools.partial(run_config, MODEL, given[1:], **OPTIONS)
@@ -334,26 +229,6 @@ def test_a_suggested_command_replaces_what_the_user_gave() -> None:
     assert full.candidate
     assert "memory.remat" in full.candidate.changes
     assert result.plan_command(full).count("memory.remat=") == 1
-
-
-@pytest.mark.exhaustive
-def test_estimates_end_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Ending(nearest.Limit):
-        """Over after ten estimates."""
-
-        def is_over(self) -> bool:
-            return len(estimates) >= 10
-
-    estimates: list[Config] = []
-
-    def counted(cfg: Config, target: Target) -> Any:
-        estimates.append(cfg)
-        return estimate_once(cfg, target)
-
-    monkeypatch.setattr("jaxmem.search.candidates.estimated", counted)
-    monkeypatch.setattr(nearest, "CompilerPool", lambda target, _: FakeCompilers(target))
-    list(nearest.nearest_fitting(planned(config(), 1000), written(config()), Ending()))
-    assert 10 <= len(estimates) < 20
 
 
 @pytest.mark.exhaustive

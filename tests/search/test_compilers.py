@@ -133,14 +133,6 @@ def test_a_killed_process_refuses_only_its_config(monkeypatch: pytest.MonkeyPatc
             compilers.step(config())
 
 
-def test_a_pool_whose_processes_were_ended_starts_no_others() -> None:
-    with CompilerPool(parse_target("cpu:1"), processes=1) as compilers:
-        compilers.kill()
-        with pytest.raises(RefusedError, match="has ended"):
-            compilers.step(config())
-        assert compilers._started == []
-
-
 def test_evaluation_with_frozen_weights_in_host_memory_counts_as_in_a_plan() -> None:
     target = "h100-80gb"
     sections = {"adapter": {"kind": "lora"}, "memory": {"offload": ["frozen"]}}
