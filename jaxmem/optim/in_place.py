@@ -170,7 +170,7 @@ def _division(matrices: Tree, axes: Axes, dim: int) -> Division | None:
     shape = leaves[0].shape[int(is_stack) :]
     blocks_of_rows = [x.block_size for x in leaves if isinstance(x, QTensor) and x.axis == dim - len(shape)]
     units = shape[dim] // blocks_of_rows[0] if blocks_of_rows else shape[dim]
-    # Two blocks of an odd number of 4-bit codes are a unit: their codes are whole bytes.
+    # Two blocks of an odd number of 4-bit codes are a unit, which begins and ends between two bytes.
     units = math.gcd(units, *(x.shape[dim + is_stack] for x in jax.tree.leaves(matrices)))
     devices = _devices(axes[int(is_stack) :])
     parts = _parts(math.prod(shape), units, math.prod(devices), devices[dim])
