@@ -90,7 +90,7 @@ class Source(Section):
         None, "a file, a directory, a glob, or a dataset of the hub: org/name, hf://datasets/org/name/data/*.parquet"
     )
     field: str = setting("text", "key or column that contains the document")
-    weight: Positive = setting(1.0, "share of this source in data.mixture")
+    weight: Positive = setting(1.0, "share of this source in the documents of data.mixture")
 
     @property
     def kind(self) -> SourceKind:

@@ -127,8 +127,9 @@ class Loader(AbstractContextManager["Loader"]):
         records = self._records(shards.count, np.unique(shards.shard_of(rows)).tolist())
         stride = self._cfg.batch.global_size // shards.count
         most = data.documents_per_row if data.packing else None
+        is_mixture = len(self.corpus.sources) > 1
         streams = [
-            RowStream(records[shards.shard_of(row)], shards.row_in_shard(row), stride, most)
+            RowStream(records[shards.shard_of(row)], shards.row_in_shard(row), stride, most, is_mixture=is_mixture)
             for row in rows.ravel().tolist()
         ]
         return TextRows(streams, rows, data.sequence_length)

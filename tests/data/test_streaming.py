@@ -158,6 +158,19 @@ def test_a_mixture_has_its_weights(config: Make, shards: Path, jsonl: Callable[.
     assert sum(count for text, count in found.items() if text[0] == "o") == 20
 
 
+def test_a_packed_mixture_has_few_open_files(config: Make, shards: Path, tmp_path: Path) -> None:
+    long = tmp_path / "long"
+    long.mkdir()
+    for file in range(FILES):
+        (long / f"{file}.jsonl").write_text(f'{{"text": "{"y" * 200}"}}\n' * 20)
+    mixture = [{"source": "jsonl", "path": str(place)} for place in (shards, long)]
+    cfg = config(source="stdlib", mixture=mixture, streaming=True, sequence_length=40)
+    with Loader(cfg) as loader:
+        for _ in islice(loader, 300):
+            assert all(len(files._opened) <= 4 for files in loader.corpus.sources)
+        assert all(len(files.lengths) == FILES for files in loader.corpus.sources)
+
+
 def test_empty_files_and_settings_that_do_not_fit(config: Make, tmp_path: Path, shards: Path) -> None:
     (shards / "3.jsonl").write_text("")
     cfg = config(path=str(shards), streaming=True, sequence_length=64, epochs=1)
