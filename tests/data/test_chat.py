@@ -308,8 +308,8 @@ def test_an_answer_that_is_cut_completely_is_dropped(tmp_path: Path) -> None:
     [
         ({"chat_template": None}, "data.tokenizer=bytes requires data.chat_template"),
         (
-            {"source": "text", "on_invalid": "skip"},
-            "data.on_invalid=skip requires data.source=chat, preference, jsonl, parquet or arrow, not text",
+            {"source": "tokens", "on_invalid": "skip"},
+            "data.on_invalid=skip requires data.source=stdlib, text, jsonl, parquet, arrow, chat or preference, not tok",
         ),
         ({"path": None}, "data.source=chat requires data.path"),
     ],

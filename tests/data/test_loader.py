@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxmem.checkpoint.same_run import changed
 from jaxmem.config.sections import Config
 from jaxmem.data.cache import tokenize
 from jaxmem.data.loader import Loader, merge_states
@@ -256,13 +257,20 @@ def test_a_vocabulary_too_small_is_refused(config: Make, numbered: str) -> None:
 def test_errors_of_the_thread_reach_the_consumer_at_their_turn(config: Make, tmp_path: Any) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "good"}\n' * 6 + "broken\n" + '{"text": "good"}\n' * 9)
-    with Loader(config(path=str(path), shuffle=False, packing=False, global_size=2)) as loader:
+    cfg = config(path=str(path), shuffle=False, packing=False, global_size=2)
+    cfg_that_skips = cfg.replace(data={"on_invalid": "skip"})
+    with Loader(cfg) as loader:
         assert all(documents([next(loader)]) == {"good": 2} for _ in range(3))
         state = loader.state()
         for _ in range(2):
             with pytest.raises(UserError, match=r"x\.jsonl, line 7: invalid JSON"):
                 next(loader)
         assert loader.state() == state
+    stopping, skipping = (loader_config.model_dump(mode="json") for loader_config in (cfg, cfg_that_skips))
+    assert changed(stopping, skipping) == [], "the run can be resumed with it"
+    with Loader(cfg_that_skips) as loader:
+        loader.restore(state)
+        assert documents([next(loader)]) == {"good": 1}
 
 
 def test_the_records_of_all_processes_are_counted(config: Make, tmp_path: Any) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmem.config.sections import Config
+from jaxmem.data.cache import tokenize
 from jaxmem.data.corpus import Corpus
 from jaxmem.data.files import OPEN_FILES, find_files
 from jaxmem.data.records import TokenizedText
@@ -142,8 +143,15 @@ def test_text_that_is_not_utf8_stops_a_tokenizer_that_needs_it(
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 10)
     cfg = config(source="text", path=str(tmp_path / "latin.txt"))
     assert bytes(Corpus(cfg).documents(0, 0)[0].tokens[:-1].astype(np.uint8)) == b"caf\xe9 " * 10
-    with pytest.raises(UserError, match=r"latin\.txt: not UTF-8.*data\.tokenizer=bytes"):
-        Corpus(config(source="text", path=str(tmp_path / "latin.txt"), tokenizer=tokenizer_file)).documents(0, 0)
+    (tmp_path / "utf8.txt").write_text("the cat")
+    asked = {"source": "text", "path": str(tmp_path), "tokenizer": tokenizer_file}
+    with pytest.raises(UserError, match=r"latin\.txt: not UTF-8.*data\.tokenizer=bytes.*data\.on_invalid=skip"):
+        Corpus(config(**asked)).documents(0, 0)
+    skipping = config(**asked, on_invalid="skip")
+    corpus = Corpus(skipping)
+    assert [len(document.tokens) > 0 for i in range(2) for document in corpus.documents(0, i)] == [False, True]
+    assert corpus.summary() == ["of 2 documents read: 1 invalid ones skipped"]
+    assert tokenize(skipping, tmp_path / "cache")["records"] == 1
 
 
 def test_the_standard_library_is_ten_megabytes_of_source() -> None:
