@@ -123,6 +123,46 @@ def test_a_directory_without_the_right_files(tmp_path: Path) -> None:
         find_files(str(tmp_path), "jsonl", (".jsonl",))
 
 
+@pytest.mark.parametrize(
+    ("names", "path", "problem"),
+    [
+        (["train.jsonl", "val.jsonl"], "", "splits train, val; set one, for example data.path=ROOT/*train*.jsonl"),
+        (
+            ["train0001.jsonl", "test0001.jsonl"],
+            "",
+            "splits test, train; set one, for example data.path=ROOT/*train*.jsonl",
+        ),
+        (["Training/a.jsonl", "val/b.jsonl"], "", "splits Training, val; set one, for example data.path=ROOT/Training"),
+        (
+            ["train/cat/1.jsonl", "eval/cat/1.jsonl"],
+            "",
+            "splits eval, train; set one, for example data.path=ROOT/train",
+        ),
+        (
+            ["a train.jsonl", "a dev.jsonl"],
+            "*.jsonl",
+            "splits dev, train; set one, for example data.path=ROOT/*train*.jsonl",
+        ),
+        (["en/train-1.jsonl", "de/train-2.jsonl", "en/test.jsonl"], "*/*train*", None),
+        (["train.jsonl", "val.jsonl"], "train.jsonl", None),
+        (["x/val.jsonl", "x/validation/b.jsonl", "x/contest.jsonl"], "", None),
+        (["training-set/a.jsonl", "test-set/b.jsonl"], "test-set", None),
+        (["train-a.jsonl", "test.txt"], "", None),
+    ],
+)
+def test_files_of_several_splits_are_refused(tmp_path: Path, names: list[str], path: str, problem: str | None) -> None:
+    root = tmp_path / "test" / "data"  # a directory above the path does not count
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("x")
+    if problem is None:
+        assert find_files(str(root / path), "jsonl", (".jsonl",))
+        return
+    with pytest.raises(UserError) as error:
+        find_files(str(root / path), "jsonl", (".jsonl",))
+    assert str(error.value) == f"data.path={root / path} contains the {problem.replace('ROOT', str(root))}"
+
+
 def test_a_file_that_shrinks_or_goes_is_said(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("x" * 100)
