@@ -172,10 +172,9 @@ def refuse_splits(path: str, names: Sequence[str], root: str = "") -> None:
     name = example.string
     folder, slash, _ = name[example.end() :].partition("/")
     pattern = Path(name).with_name(f"*{example[1]}*{Path(name).suffix}").as_posix()
-    raise UserError(
-        f"data.path={path} contains the splits {', '.join(sorted(split[1] for split in splits.values()))}; set one, for "
-        f"example data.path={root}{name[: example.end()] + folder if slash else pattern}"
-    )
+    use = name[: example.end()] + folder if slash else pattern
+    words = ", ".join(sorted(split[1] for split in splits.values()))
+    raise UserError(f"data.path={path} contains the splits {words}; set one, for example data.path={root}{use}")
 
 
 def _fetch(repository: str, revision: str | None, patterns: list[str], what: str, kind: str = "model") -> str:
