@@ -277,7 +277,8 @@ def merge_states(states: Iterable[Position]) -> Position:
     merged = {"step": step, "global_size": size, "rows": _merged_rows(states, size)}
     if "files" in states[0]:  # each process knows the lengths of the files that it has read
         files = sorted({tuple(file) for state in states for file in state["files"]})
-        merged |= {"shards": states[0]["shards"], "files": [list(file) for file in files]}
+        shards = _common((tuple(state["shards"]) for state in states), "(shards, columns)")
+        merged |= {"shards": list(shards), "files": [list(file) for file in files]}
     return merged
 
 
