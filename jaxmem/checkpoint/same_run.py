@@ -47,6 +47,7 @@ CHANGEABLE_KEYS = (
     "data.mixture.*.path",
     "data.weight",  # only used in a mixture
     "data.epochs",  # changes only the end of the stream
+    "data.on_invalid",  # a record that is skipped has no tokens, and keeps its number
     "data.documents_per_row",  # changes only later rows; a position is a record and a token
 )
 

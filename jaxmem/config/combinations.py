@@ -13,11 +13,12 @@ from jaxmem.errors import as_yaml, required, unsupported
 NEEDS_PATH = tuple(name for name, kind in SOURCES.items() if kind.needs_path)
 HAS_FIELDS = tuple(name for name, kind in SOURCES.items() if kind.has_field)
 CHATS = tuple(name for name, kind in SOURCES.items() if kind.contents in ("chat", "pairs"))
+OF_TEXTS = tuple(name for name, kind in SOURCES.items() if kind.contents in ("text", "chat", "pairs"))
 OF_SOURCES = {  # as `requirements`, for keys that `data` and each source of `data.mixture` have
     "data.path": ("data.source", NEEDS_PATH),
     "data.field": ("data.source", HAS_FIELDS),
     "data.on_overlong": ("data.source", CHATS),
-    "data.on_invalid": ("data.source", (*CHATS, *HAS_FIELDS)),
+    "data.on_invalid": ("data.source", OF_TEXTS),
 }
 _TABLES = read_table("combinations")
 EXCLUSIVE_KEYS = (("model.hf", "model.preset"), ("adapter.base_run", "model.hf"))  # keys of which only one may be set

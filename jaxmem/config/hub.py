@@ -26,7 +26,9 @@ FILES = (".json", ".yaml", ".yml")
 HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
 DATASETS = "hf://datasets/"
 DATASET_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w.-]+))?(?:/(.*))?")
-SPLIT_PATTERN = re.compile(r"(?:^|[/_.-])(train|test|validation|valid|dev|eval)(?=[/_.-])")
+SPLIT_PATTERN = re.compile(
+    r"(?:^|[/_. -])(train(?:ing)?|test(?:ing)?|validation|valid|val|dev|eval(?:uation)?)(?=[/_. 0-9-])", re.IGNORECASE
+)
 
 
 def is_id(name: str) -> bool:
@@ -154,15 +156,25 @@ def _matching(path: str, repository: str, names: Iterable[str], patterns: Sequen
         raise UserError(
             f"data.path={path}: the dataset has no file that matches {' or '.join(patterns)}; it has {abridge(every)}"
         )
-    splits = {split[1]: name for name in files if (split := SPLIT_PATTERN.search(name))}
-    if len(splits) > 1:
-        first, example = max(splits.items())
-        use = (Path(example).parent / f"*{first}*{Path(example).suffix}").as_posix()
-        raise UserError(
-            f"data.path={path} contains the splits {', '.join(sorted(splits))}; set one, for example "
-            f"data.path={DATASETS}{repository}/{use}"
-        )
+    refuse_splits(path, files, f"{DATASETS}{repository}/")
     return files
+
+
+def refuse_splits(path: str, names: Sequence[str], root: str = "") -> None:
+    """Refuses files of several splits, such as train.jsonl and val.jsonl. Only the parts of their names below their
+    common directory count. `path`: `data.path`; `root`: what it has before a name."""
+    below = len(os.path.commonpath(names))
+    matches = (match for name in names if (match := SPLIT_PATTERN.search(name, below)))
+    splits = {match[1][:2].lower(): match for match in matches}  # synonyms begin with the same two letters
+    if len(splits) < 2:
+        return
+    example = splits.get("tr") or min(splits.items())[1]
+    name = example.string
+    folder, slash, _ = name[example.end() :].partition("/")
+    pattern = Path(name).with_name(f"*{example[1]}*{Path(name).suffix}").as_posix()
+    use = name[: example.end()] + folder if slash else pattern
+    words = ", ".join(sorted(split[1] for split in splits.values()))
+    raise UserError(f"data.path={path} contains the splits {words}; set one, for example data.path={root}{use}")
 
 
 def _fetch(repository: str, revision: str | None, patterns: list[str], what: str, kind: str = "model") -> str:

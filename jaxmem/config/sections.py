@@ -90,7 +90,7 @@ class Source(Section):
         None, "a file, a directory, a glob, or a dataset of the hub: org/name, hf://datasets/org/name/data/*.parquet"
     )
     field: str = setting("text", "key or column that contains the document")
-    weight: Positive = setting(1.0, "share of this source in data.mixture")
+    weight: Positive = setting(1.0, "share of this source in the documents of data.mixture")
 
     @property
     def kind(self) -> SourceKind:
@@ -109,7 +109,11 @@ class Data(Source):
         31, "largest number of documents per packed sequence; fused attention needs more memory if this is larger"
     )
     tokenizer: str = setting("bytes", "bytes, the path of a tokenizer.json or its directory, or org/name of the hub")
-    epochs: Count | None = setting(None, "largest number of passes over the data; the run may end before train.steps")
+    epochs: Count | None = setting(
+        None,
+        "largest number of passes over the data; the run may end before train.steps, and its last batches are partly"
+        " padding, because their rows end one after the other",
+    )
     streaming: bool = setting(
         False,
         "read the files one after the other while the run trains; files of the hub are fetched when needed",
@@ -120,7 +124,11 @@ class Data(Source):
     reference_logprobs: str | None = setting(
         None, "file with the log-probabilities of the reference model; null: next to the data"
     )
-    held_out: Fraction = setting(0.02, "share of the documents for evaluation")
+    held_out: Fraction = setting(
+        0.02,
+        "share of the records for evaluation; a long text (above 16 KiB) is several records, and some of them may be"
+        " held out",
+    )
     shuffle: bool = setting(True, "whether documents are read in random order")
 
     @property

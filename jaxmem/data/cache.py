@@ -1,8 +1,10 @@
 """Tokens on disk: tokenize once, then train from a memory map at the speed of the disk.
 
 A cache is a directory: `tokens.bin` (2 bytes per token, 4 if the vocabulary is above 65,536), `ends.bin` (8 bytes per
-record: where its tokens end) and `meta.json`. Its records are the records of the source, so training from the cache has
-the same batches as training from the source. It is written under another name and renamed when it is complete.
+record: where its tokens end) and `meta.json`. Its records are the valid records of the source in their order. So
+training from the cache has the same batches as training from the source, except that a source has numbers for invalid
+records that are skipped, and shuffles several row groups of Parquet or Arrow as blocks. It is written under another
+name and renamed when it is complete.
 """
 
 from __future__ import annotations

@@ -237,8 +237,16 @@ def _replaced(message: Message, placeholder: str, *, names: bool) -> Message:
 
 
 def _common_prefix(left: str, right: str) -> int:
-    """The length of the common prefix of two texts."""
-    return next((n for n, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+    """The length of the common prefix of two texts, by bisection: Python compares slices faster than characters."""
+    low = 0
+    high = min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def parse_pair(record: JsonDict, tokenizer: Tokenizer, encoder: Callable[[], ChatEncoder]) -> Sequence[Document]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from jaxmem.config.hub import fetched_files, is_dataset
+from jaxmem.config.hub import fetched_files, is_dataset, refuse_splits
 from jaxmem.errors import UserError, nearest, one_of
 
 OPEN_FILES = 64  # file descriptors that a source keeps open
@@ -22,7 +22,7 @@ def find_files(path: str | None, source: str, suffixes: Sequence[str] = ()) -> l
     """The regular files that `path` (a file, a directory or a glob) names, in the same order in every locale.
 
     For a directory: all files below it that are not hidden and end with one of `suffixes` (if empty: all names). Such
-    files of a dataset of the hub are fetched into its cache.
+    files of a dataset of the hub are fetched into its cache. Files with suffixes must be of one split.
     """
     if not path:
         raise UserError(f"data.source={source} requires data.path; set it to a file, a directory or a glob")
@@ -43,6 +43,8 @@ def find_files(path: str | None, source: str, suffixes: Sequence[str] = ()) -> l
         raise UserError(f"data.path={path}: no such file or directory{_similar_name(place)}")
     if not files_found:
         raise UserError(f"data.path={path}: {problem}")
+    if suffixes:
+        refuse_splits(path, [str(file) for file in files_found])
     return sorted(files_found, key=os.fsencode)
 
 

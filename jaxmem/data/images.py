@@ -2,6 +2,7 @@
 batch; `mask` is 0 for rows without an image at the end of a split."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,7 +56,8 @@ class ImageFolder(ImageSource):
         return len(self.labels)
 
     def pixels(self, records: np.ndarray, form: ImageForm) -> np.ndarray:
-        images = [read_image(self.paths[record], form) for record in records.ravel()]
+        with ThreadPoolExecutor() as pool:
+            images = list(pool.map(lambda record: read_image(self.paths[record], form), records.ravel()))
         return np.stack(images).reshape(*records.shape, form.size, form.size, form.channels)
 
 

@@ -127,8 +127,9 @@ class Loader(AbstractContextManager["Loader"]):
         records = self._records(shards.count, np.unique(shards.shard_of(rows)).tolist())
         stride = self._cfg.batch.global_size // shards.count
         most = data.documents_per_row if data.packing else None
+        is_mixture = len(self.corpus.sources) > 1
         streams = [
-            RowStream(records[shards.shard_of(row)], shards.row_in_shard(row), stride, most)
+            RowStream(records[shards.shard_of(row)], shards.row_in_shard(row), stride, most, is_mixture=is_mixture)
             for row in rows.ravel().tolist()
         ]
         return TextRows(streams, rows, data.sequence_length)
@@ -276,7 +277,8 @@ def merge_states(states: Iterable[Position]) -> Position:
     merged = {"step": step, "global_size": size, "rows": _merged_rows(states, size)}
     if "files" in states[0]:  # each process knows the lengths of the files that it has read
         files = sorted({tuple(file) for state in states for file in state["files"]})
-        merged |= {"shards": states[0]["shards"], "files": [list(file) for file in files]}
+        shards = _common((tuple(state["shards"]) for state in states), "(shards, columns)")
+        merged |= {"shards": list(shards), "files": [list(file) for file in files]}
     return merged
 
 

@@ -1,7 +1,9 @@
 """Builds rows of tokens from document streams; each row of the batch has its own stream.
 
 Row r of R reads the records r, r + R, r + 2R, ... of the global order. So the batch of a step is the same for any
-number of processes, and each process reads only its own rows. The position in the data is two numbers per row: the
+number of processes, and each process reads only its own rows. Packed rows of a mixture change places in each round of R
+records: the sources alternate with a period, so a row whose places are R apart could read a single source, and rows of
+short documents read more documents. The position in the data is two numbers per row: the
 record, and how many of its tokens are used. (grain's packing fills rows from one stream, in an order that depends on
 the number of processes.)
 
@@ -25,6 +27,7 @@ from typing import Self
 
 import numpy as np
 
+from jaxmem.data.record_order import mix_seed
 from jaxmem.data.records import Document
 from jaxmem.errors import UserError
 from jaxmem.typing import JsonDict
@@ -85,27 +88,30 @@ def write_document(document: Document, offset: int, row: Batch, index: int, segm
 
 
 class RowStream:
-    """The stream of one row: the documents with the numbers row, row + stride, row + 2 stride, ..."""
+    """The stream of one row: one document of each round of `stride` documents."""
 
-    def __init__(self, records: OrderedRecords, row: int, stride: int, most: int | None) -> None:
-        """`most`: documents per row; None: rows are not packed."""
+    finished: int  # documents that are used completely
+    offset: int  # tokens of the next document that are used already
+    next_document: int  # its number
+
+    def __init__(
+        self, records: OrderedRecords, row: int, stride: int, most: int | None, *, is_mixture: bool = False
+    ) -> None:
+        """`most`: documents per row; None: rows are not packed. `is_mixture`: whether rows change places."""
         self.records = records
         self._row = row
         self._stride = stride
         self._most = most
-        self._document: Document | None = None
+        self._changes_places = is_mixture and most is not None
         self._empty = 0  # consecutive records with nothing to train on
-        self.finished = 0  # documents that are used completely
-        self.offset = 0  # tokens of the next document that are used already
+        self.seek(0, 0)
 
     def seek(self, finished: int, offset: int) -> None:
         self.finished = finished
         self.offset = offset
-        self._document = None
-
-    @property
-    def next_document(self) -> int:
-        return self._row + self.finished * self._stride
+        turn = mix_seed(finished) if self._changes_places else 0
+        self.next_document = finished * self._stride + (self._row + turn) % self._stride
+        self._document: Document | None = None
 
     @property
     def has_ended(self) -> bool:

@@ -131,34 +131,22 @@ class TokenizedText(RecordSource):
 
     def documents(self, index: int) -> Sequence[Document]:
         piece = self.read_valid(index, self.piece)
-        return [EMPTY if piece is None else Document(self._tokenize([index], [piece])[0])]
+        return [EMPTY if piece is None else Document(document_tokens(self.tokenizer, [piece])[0])]
 
     def token_batches(self, characters: int) -> Iterator[tuple[int, list[np.ndarray]]]:
         """The tokens of all valid records in order, with the number of records read so far. About `characters` are
         tokenized in parallel at a time."""
-        pieces: dict[int, DocumentPiece] = {}
+        pieces: list[DocumentPiece] = []
         size = 0
         for index in range(len(self)):
             piece = self.read_valid(index, self.piece)
             if piece is not None:
-                pieces[index] = piece
+                pieces.append(piece)
                 size += len(piece.text)
             if pieces and (size >= characters or index == len(self) - 1):
-                yield index + 1, self._tokenize([*pieces], [*pieces.values()])
-                pieces = {}
+                yield index + 1, document_tokens(self.tokenizer, pieces)
+                pieces = []
                 size = 0
-
-    def _tokenize(self, indices: Sequence[int], pieces: Sequence[DocumentPiece]) -> list[np.ndarray]:
-        try:
-            return document_tokens(self.tokenizer, pieces)
-        except UnicodeDecodeError:
-            for index, piece in zip(indices, pieces, strict=True):
-                try:
-                    piece.text.decode() if isinstance(piece.text, bytes) else piece.text
-                except UnicodeDecodeError as error:
-                    where = self.where(index)
-                    raise UserError(f"{where}: not UTF-8: {error}; convert it, or use data.tokenizer=bytes") from error
-            raise
 
 
 def document_tokens(tokenizer: Tokenizer, pieces: Sequence[DocumentPiece]) -> list[np.ndarray]:

@@ -18,7 +18,10 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
+
+import numpy as np
 
 from jaxmem.config.hub import DatasetFiles
 from jaxmem.config.sections import Data, Source
@@ -60,7 +63,7 @@ class StreamedFiles(RecordSource):
         self._fetcher = ThreadPoolExecutor(1, "fetch")
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         return [str(file) for file in (self._files.names if isinstance(self._files, DatasetFiles) else self._files)]
 
@@ -152,14 +155,17 @@ class FileOrder:
         self._per_epoch = len(range(shard[0], len(files.names), shard[1]))
         self._starts = [0]  # the place of the first record of each visit to a file
         self._newest = -1  # the newest visit that is read
+        self._files_of = lru_cache(2)(self._files_of_epoch)  # of two epochs where they meet
         files.first = self._file(0)
 
     def _file(self, visit: int) -> int:
         epoch, turn = divmod(visit, self._per_epoch)
+        return int(self._files_of(epoch)[self._shard[0] + turn * self._shard[1]])
+
+    def _files_of_epoch(self, epoch: int) -> Sequence[int] | np.ndarray:
+        """The files of all shards in their order."""
         count = len(self._files.names)
-        seed = mix_seed(self._seed, epoch)
-        order = permutation(count, seed) if self._files.data.shuffle else range(count)
-        return int(order[self._shard[0] + turn * self._shard[1]])
+        return permutation(count, mix_seed(self._seed, epoch)) if self._files.data.shuffle else range(count)
 
     def _visit(self, place: int) -> int:
         return bisect_right(self._starts, place) - 1

@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxmem.config.sections import Data, Source
 from jaxmem.data.files import OpenFiles, character_start, file_size
-from jaxmem.data.records import DocumentPiece, EmptyDataError, TokenizedText, piece_bytes
-from jaxmem.data.tokenizer import Tokenizer
+from jaxmem.data.records import DocumentPiece, EmptyDataError, InvalidRecordError, TokenizedText, piece_bytes
+from jaxmem.data.tokenizer import Bytes, Tokenizer
 from jaxmem.errors import UserError
 
 NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -73,6 +73,11 @@ class TextFiles(TokenizedText):
         high = min(size, end + 1)
         data = self._files.read(self.paths[file], low, high)
         text = data[character_start(data, start - low) : character_start(data, end - low)]
+        if not isinstance(self.tokenizer, Bytes):
+            try:
+                text.decode()
+            except UnicodeDecodeError as error:
+                raise InvalidRecordError(f"not UTF-8: {error}; only data.tokenizer=bytes reads it") from error
         return DocumentPiece(text, part == 0, part == count - 1)
 
     def where(self, index: int) -> str:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxmem.config import load_config
 from jaxmem.data import chat_template
-from jaxmem.data.chat import ChatEncoder
+from jaxmem.data.chat import ChatEncoder, _common_prefix
 from jaxmem.data.chat_forms import chat_of
 from jaxmem.data.chat_template import ChatTemplate, TemplateError, template_for
 from jaxmem.data.corpus import fingerprint
@@ -27,6 +29,14 @@ PLAIN = (
     "{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
 HI = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
+
+
+@given(*[st.text(st.sampled_from("ab"), max_size=9)] * 3)
+def test_the_common_prefix_of_two_texts(before: str, left: str, right: str) -> None:
+    texts = before + left, before + right
+    length = _common_prefix(*texts)
+    assert texts[0][:length] == texts[1][:length]
+    assert length == min(map(len, texts)) or texts[0][length] != texts[1][length]
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -308,8 +318,8 @@ def test_an_answer_that_is_cut_completely_is_dropped(tmp_path: Path) -> None:
     [
         ({"chat_template": None}, "data.tokenizer=bytes requires data.chat_template"),
         (
-            {"source": "text", "on_invalid": "skip"},
-            "data.on_invalid=skip requires data.source=chat, preference, jsonl, parquet or arrow, not text",
+            {"source": "tokens", "on_invalid": "skip"},
+            "data.on_invalid=skip requires data.source=stdlib, text, jsonl, parquet, arrow, chat or preference",
         ),
         ({"path": None}, "data.source=chat requires data.path"),
     ],

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxmem.checkpoint.same_run import changed
 from jaxmem.config.sections import Config
 from jaxmem.data.cache import tokenize
 from jaxmem.data.loader import Loader, merge_states
@@ -203,6 +204,38 @@ def test_a_mixture_is_read_by_weight(config: Make, jsonl: Callable[..., str]) ->
     assert sum(map(documents, ([batch] for batch in once)), Counter()) == {"aaa": 10, "bbb": 61, "ccc": 30}
 
 
+@pytest.mark.parametrize("global_size", [7, 8])
+def test_packed_rows_read_a_mixture_by_weight(config: Make, jsonl: Callable[..., str], global_size: int) -> None:
+    """Documents of different lengths, and a number of rows with and without a factor of the sum of the weights."""
+    paths = [jsonl([letter * length] * 40, f"{letter}.jsonl") for letter, length in (("a", 5), ("b", 100))]
+    mixture = [{"source": "jsonl", "path": path} for path in paths]
+    cfg = config(source="stdlib", mixture=mixture, sequence_length=64, global_size=global_size)
+    last_letters = np.concatenate([batch["inputs"][batch["targets"] == 256] for batch in take(cfg, 150)])
+    assert np.mean(last_letters == ord("a")) == pytest.approx(0.5, abs=0.03)
+    read = documents(take(cfg.replace(data={"epochs": 3})))
+    assert {text[0]: count for text, count in read.items()} == {"a": 120, "b": 120}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_mixture_goes_on_with_another_number_of_processes(
+    config: Make, jsonl: Callable[..., str], streaming: bool
+) -> None:
+    paths = [jsonl([letter * length] * 40, f"{letter}.jsonl") for letter, length in (("a", 5), ("b", 100))]
+    mixture = [{"source": "jsonl", "path": path} for path in paths]
+    cfg = config(source="stdlib", mixture=mixture, sequence_length=64, global_size=8, streaming=streaming)
+    whole = take(cfg, 20)
+    states = []
+    for process in range(2):
+        with Loader(cfg, rows=range(4 * process, 4 * process + 4)) as loader:
+            list(islice(loader, 15))
+            states.append(loader.state())
+    merged = json.loads(json.dumps(merge_states(states)))
+    for columns in (range(8), range(2, 4)):
+        with Loader(cfg, rows=columns) as loader:
+            loader.restore(merged)
+            assert_equal(list(islice(loader, 5)), [{name: x[:, columns] for name, x in b.items()} for b in whole[15:]])
+
+
 def test_the_seed_decides_the_order(config: Make, numbered: str) -> None:
     one, again, other = (take(config(path=numbered, seed=seed), 5) for seed in (1, 1, 2))
     assert_equal(again, one)
@@ -224,13 +257,20 @@ def test_a_vocabulary_too_small_is_refused(config: Make, numbered: str) -> None:
 def test_errors_of_the_thread_reach_the_consumer_at_their_turn(config: Make, tmp_path: Any) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "good"}\n' * 6 + "broken\n" + '{"text": "good"}\n' * 9)
-    with Loader(config(path=str(path), shuffle=False, packing=False, global_size=2)) as loader:
+    cfg = config(path=str(path), shuffle=False, packing=False, global_size=2)
+    cfg_that_skips = cfg.replace(data={"on_invalid": "skip"})
+    with Loader(cfg) as loader:
         assert all(documents([next(loader)]) == {"good": 2} for _ in range(3))
         state = loader.state()
         for _ in range(2):
             with pytest.raises(UserError, match=r"x\.jsonl, line 7: invalid JSON"):
                 next(loader)
         assert loader.state() == state
+    stopping, skipping = (loader_config.model_dump(mode="json") for loader_config in (cfg, cfg_that_skips))
+    assert changed(stopping, skipping) == [], "the run can be resumed with it"
+    with Loader(cfg_that_skips) as loader:
+        loader.restore(state)
+        assert documents([next(loader)]) == {"good": 1}
 
 
 def test_the_records_of_all_processes_are_counted(config: Make, tmp_path: Any) -> None:

@@ -95,8 +95,8 @@ def test_directories_that_datasets_saved(config: Make, tmp_path: Path) -> None:
     ]
     assert corpus.sources[0].where(13).endswith("data-00001-of-00002.arrow, row group 1, row 0")
     (tmp_path / "saved/dataset_dict.json").write_text("{}")
-    saved_dataset(tmp_path / "saved/test", {"text": texts, "id": [*range(20)]})
-    with pytest.raises(UserError, match=r"saved: contains the splits test, train; set data.path to one"):
+    saved_dataset(tmp_path / "saved/hard", {"text": texts, "id": [*range(20)]})
+    with pytest.raises(UserError, match=r"saved: contains the splits hard, train; set data.path to one"):
         Corpus(config(source="arrow", path=str(tmp_path / "saved")))
     assert len(Corpus(config(source="arrow", path=str(place))).sources[0]) == 20
 

@@ -129,6 +129,8 @@ def test_processes_read_other_files_and_go_on_with_another_number(config: Make, 
     found = [documents(part) for part in parts]
     assert sum(found, Counter()) == Counter(texts_of(shards))
     assert not {text[0] for text in found[0]} & {text[0] for text in found[1]}
+    with pytest.raises(ValueError, match=r"different \(shards, columns\): \[\(1, 4\), \(2, 4\)\]"):
+        merge_states([states[0], {**states[1], "shards": [1, 4]}])
     merged = json.loads(json.dumps(merge_states(states)))
     with Loader(cfg) as loader:  # one process
         loader.restore(merged)
@@ -156,6 +158,29 @@ def test_a_mixture_has_its_weights(config: Make, shards: Path, jsonl: Callable[.
     found = documents(take(cfg, 20))
     assert found.total() == 80
     assert sum(count for text, count in found.items() if text[0] == "o") == 20
+
+
+def test_a_packed_mixture_has_few_open_files(config: Make, shards: Path, tmp_path: Path) -> None:
+    long = tmp_path / "long"
+    long.mkdir()
+    for file in range(FILES):
+        (long / f"{file}.jsonl").write_text(f'{{"text": "{"y" * 200}"}}\n' * 20)
+    mixture = [{"source": "jsonl", "path": str(place)} for place in (shards, long)]
+    cfg = config(source="stdlib", mixture=mixture, streaming=True, sequence_length=40)
+    with Loader(cfg) as loader:
+        for _ in islice(loader, 300):
+            assert all(len(files._opened) <= 4 for files in loader.corpus.sources)
+        assert all(len(files.lengths) == FILES for files in loader.corpus.sources)
+
+
+def test_the_order_of_the_files_is_computed_once_per_epoch(
+    config: Make, shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+    permutation = streaming.permutation
+    monkeypatch.setattr(streaming, "permutation", lambda count, seed: seeds.append(seed) or permutation(count, seed))
+    take(config(path=str(shards), streaming=True, sequence_length=64, epochs=3))
+    assert len(seeds) == len(set(seeds)) >= 3
 
 
 def test_empty_files_and_settings_that_do_not_fit(config: Make, tmp_path: Path, shards: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmem.config.sections import Config
+from jaxmem.data.cache import tokenize
 from jaxmem.data.corpus import Corpus
 from jaxmem.data.files import OPEN_FILES, find_files
 from jaxmem.data.records import TokenizedText
@@ -122,6 +123,46 @@ def test_a_directory_without_the_right_files(tmp_path: Path) -> None:
         find_files(str(tmp_path), "jsonl", (".jsonl",))
 
 
+@pytest.mark.parametrize(
+    ("names", "path", "problem"),
+    [
+        (["train.jsonl", "val.jsonl"], "", "splits train, val; set one, for example data.path=ROOT/*train*.jsonl"),
+        (
+            ["train0001.jsonl", "test0001.jsonl"],
+            "",
+            "splits test, train; set one, for example data.path=ROOT/*train*.jsonl",
+        ),
+        (["Training/a.jsonl", "val/b.jsonl"], "", "splits Training, val; set one, for example data.path=ROOT/Training"),
+        (
+            ["train/cat/1.jsonl", "eval/cat/1.jsonl"],
+            "",
+            "splits eval, train; set one, for example data.path=ROOT/train",
+        ),
+        (
+            ["a train.jsonl", "a dev.jsonl"],
+            "*.jsonl",
+            "splits dev, train; set one, for example data.path=ROOT/*train*.jsonl",
+        ),
+        (["en/train-1.jsonl", "de/train-2.jsonl", "en/test.jsonl"], "*/*train*", None),
+        (["train.jsonl", "val.jsonl"], "train.jsonl", None),
+        (["x/val.jsonl", "x/validation/b.jsonl", "x/contest.jsonl"], "", None),
+        (["training-set/a.jsonl", "test-set/b.jsonl"], "test-set", None),
+        (["train-a.jsonl", "test.txt"], "", None),
+    ],
+)
+def test_files_of_several_splits_are_refused(tmp_path: Path, names: list[str], path: str, problem: str | None) -> None:
+    root = tmp_path / "test" / "data"  # a directory above the path does not count
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("x")
+    if problem is None:
+        assert find_files(str(root / path), "jsonl", (".jsonl",))
+        return
+    with pytest.raises(UserError) as error:
+        find_files(str(root / path), "jsonl", (".jsonl",))
+    assert str(error.value) == f"data.path={root / path} contains the {problem.replace('ROOT', str(root))}"
+
+
 def test_a_file_that_shrinks_or_goes_is_said(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("x" * 100)
@@ -142,8 +183,15 @@ def test_text_that_is_not_utf8_stops_a_tokenizer_that_needs_it(
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 10)
     cfg = config(source="text", path=str(tmp_path / "latin.txt"))
     assert bytes(Corpus(cfg).documents(0, 0)[0].tokens[:-1].astype(np.uint8)) == b"caf\xe9 " * 10
-    with pytest.raises(UserError, match=r"latin\.txt: not UTF-8.*data\.tokenizer=bytes"):
-        Corpus(config(source="text", path=str(tmp_path / "latin.txt"), tokenizer=tokenizer_file)).documents(0, 0)
+    (tmp_path / "utf8.txt").write_text("the cat")
+    asked = {"source": "text", "path": str(tmp_path), "tokenizer": tokenizer_file}
+    with pytest.raises(UserError, match=r"latin\.txt: not UTF-8.*data\.tokenizer=bytes.*data\.on_invalid=skip"):
+        Corpus(config(**asked)).documents(0, 0)
+    skipping = config(**asked, on_invalid="skip")
+    corpus = Corpus(skipping)
+    assert [len(document.tokens) > 0 for i in range(2) for document in corpus.documents(0, i)] == [False, True]
+    assert corpus.summary() == ["of 2 documents read: 1 invalid ones skipped"]
+    assert tokenize(skipping, tmp_path / "cache")["records"] == 1
 
 
 def test_the_standard_library_is_ten_megabytes_of_source() -> None:

@@ -184,6 +184,21 @@ def test_a_broken_record_is_found_before_compiling(config, tmp_path, monkeypatch
         run(config(data={"source": "jsonl", "path": str(broken)}))
 
 
+@pytest.mark.exhaustive
+def test_a_run_that_stopped_at_an_invalid_record_goes_on_without_it(config, tmp_path):
+    lines = [json.dumps({"text": f"{i * i} bottles"}) for i in range(100)]
+    lines[60] = "broken"
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    data = {"source": "jsonl", "path": str(tmp_path / "texts.jsonl"), "shuffle": False, "packing": False, "held_out": 0}
+    with pytest.raises(UserError, match=r"texts\.jsonl, line 61: invalid JSON.*use data\.on_invalid=skip"):
+        run(config(data=data))
+    skipping = data | {"on_invalid": "skip"}
+    resumed = metrics(run(config(data=skipping)).directory)
+    expected = metrics(run(config(data=skipping, name="skipping")).directory)
+    assert [(row["step"], row["loss"]) for row in resumed] == [(row["step"], row["loss"]) for row in expected]
+    assert len(resumed) == 12
+
+
 # ------------------------------------------------------------------ stopping and going on
 
 
