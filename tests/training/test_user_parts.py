@@ -16,6 +16,7 @@ from jaxmem.errors import UserError
 from jaxmem.models.cross_entropy import max_update_entries, vocab_cross_entropy
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.user import Functions
+from jaxmem.step.programs import program
 from tests.training.user_models import DATA, IMAGES, LM, ROWS, Statistics, Transformer, hand_written, loss, settings
 
 DECODER = {"vocab": 264, "layers": 2, "embed": 32, "mlp": 64, "heads": 4, "kv_heads": 2, "head_dim": 8}
@@ -184,6 +185,14 @@ def test_patterns_name_the_axes_of_weights(tmp_path):
     plan = jaxmem.plan(settings(tmp_path), **PARTS, axes={"layers.0.kernel": (None, "embed")})
     kernel = plan.program.spec.state.params["layers"]["0"]["kernel"]
     assert kernel.sharding.shard_shape(kernel.shape) == (128, 2)
+
+
+def test_the_optimizer_state_is_sharded_over_replica_where_a_dimension_permits(tmp_path):
+    raw = settings(tmp_path, mesh={"fsdp": 2, "replica": 4}, rules={"optimizer": ["replica"]})
+    parts = {**PARTS, "model": lambda rngs: nnx.Linear(30, 16, rngs=rngs)}
+    state = program(config_with(raw, **parts), jax.devices()).spec.state.opt_state
+    kernels = [x for x in jax.tree.leaves(state) if x.shape == (30, 16)]
+    assert {x.sharding.shard_shape(x.shape) for x in kernels} == {(30, 2)}
 
 
 class Mnist(nnx.Module):
