@@ -247,6 +247,8 @@ class Wrong(Transformer):
                 return sum((block(x, mask) for block in others), first(x, mask))
             case "residual":
                 return others[0](x + first(x, mask), mask)
+            case "activation":
+                return others[0](nnx.relu(first(x, mask)), mask)
             case "mask":
                 return others[0](first(x, mask), mask + 0)
             case "weights":
@@ -285,6 +287,7 @@ class Wrong(Transformer):
         ({}, LM | {"layers": "block"}, "layers=block .*blocks"),
         ({}, LM | {"layers": "blocks", "model": lambda rngs: Wrong(rngs, "sum")}, "block 1 does not receive"),
         ({}, LM | {"layers": "blocks", "model": lambda rngs: Wrong(rngs, "residual")}, "output of block 0 outside"),
+        ({}, LM | {"layers": "blocks", "model": lambda rngs: Wrong(rngs, "activation")}, "output of block 0 outside"),
         ({}, LM | {"layers": "blocks", "model": lambda rngs: Wrong(rngs, "mask")}, "block 1 is called with other"),
         ({}, LM | {"layers": "blocks", "model": lambda rngs: Wrong(rngs, "weights")}, "uses down of a block"),
         ({"mesh": {"stage": 2, "fsdp": 4}}, {}, "mesh.stage"),
