@@ -30,6 +30,7 @@ from jaxmem.planning.units import format_bytes
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding.table import is_axes
 from jaxmem.step.categories import COPIES, GATHERED
+from jaxmem.step.pipeline import stacks_of
 from jaxmem.step.programs import Program
 
 LARGE_SHARE = 0.2  # of the total bytes
@@ -288,6 +289,18 @@ def _padding_layers(plan: Plan) -> Iterator[PlanWarning]:
     yield PlanWarning("padding layers", text, f"mesh.stage x pipeline.rounds = {nearest}")
 
 
+def _first_layers(plan: Plan) -> Iterator[PlanWarning]:
+    """Layers before those that pipeline stages share."""
+    built = plan.program
+    names = [] if built.model.execution.pipeline is None else stacks_of(built.model)[:-1]
+    state = tree_leaves_with_path(built.spec.state)
+    size = bytes_on_device([x for path, x in state if any(f"'{name}'" in keystr(path) for name in names)])
+    if size > NOTABLE_SHARE * plan.bytes_per_device["total"]:
+        text = f"{', '.join(names)}, layers without experts before the others, are computed by every pipeline stage"
+        text += f": {format_bytes(size)} of weights and optimizer state per device"
+        yield PlanWarning("first layers", text, "a smaller mesh.stage")
+
+
 def _pipeline_bubble(plan: Plan) -> Iterator[PlanWarning]:
     pipeline = plan.program.model.execution.pipeline
     if pipeline is not None and pipeline.bubble > LARGE_SHARE:
@@ -365,6 +378,6 @@ def slow_settings(cfg: Config, target: Target, limit: int, keys: Iterable[str] =
 
 _CHECKS_OF_BYTES: Sequence[Check] = (
     _recomputed_by_xla, _not_in_fp8, _offload, _unsharded, _gathered_model, _logits, _replicated, _all_scores,
-    _tensor_across_hosts, _not_sharded, _padding_layers, _pipeline_bubble, _float32_adapters,
+    _tensor_across_hosts, _not_sharded, _padding_layers, _first_layers, _pipeline_bubble, _float32_adapters,
 )  # fmt: skip
 _CHECKS_AT_START: Sequence[Check] = (_sequence_length, _slow_settings)

@@ -412,6 +412,23 @@ def test_padding_layers() -> None:
     assert found(advice._padding_layers, program=without_stages) == []
 
 
+def test_first_layers_of_another_kind_are_on_every_stage() -> None:
+    experts = {"count": 4, "top_k": 2, "dense_layers": [0], "dense_mlp": 48}
+    model = {**SMALL, "layers": 3, "experts": experts, "qk_norm": True}
+    batch = {"global_size": 8, "accumulate": 2}
+
+    def warned(stage: int, *totals: int) -> list[list[PlanWarning]]:
+        built = program(config(model=model, mesh={"stage": stage}, batch=batch), jax.devices()[:stage])
+        return [found(advice._first_layers, program=built, bytes_per_device={"total": total}) for total in totals]
+
+    (warning,), of_large_plan = warned(2, MIB, 1000 * MIB)
+    # Three float32 arrays (AdamW) of the weights of attention, the MLP and norms.
+    size = 3 * 4 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 48 + 2 * 32 + 2 * 8)
+    assert warning.text.startswith("blocks[0:1], layers without experts before the others")
+    assert f": {size / 1024:.1f} KiB of weights and optimizer state" in warning.text
+    assert [of_large_plan] == warned(1, MIB) == [[]]
+
+
 def test_pipeline_bubble() -> None:
     (warned,) = found(advice._pipeline_bubble, program=with_stages(layers=8, stages=4, micro_batches=4))
     assert warned.text == "each pipeline stage is idle for 43% of the time of a step"
