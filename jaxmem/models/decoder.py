@@ -73,7 +73,7 @@ class Decoder(Network):
         self.execution = execution
         self.embedding = Embedding(rngs, cfg.vocab, cfg.embed)
         *before, last = self._stacks.items()
-        with creating_in(None):  # pipeline stages share the layers of the last stack only
+        with creating_in(None):  # only the layers of the last stack are divided among pipeline stages
             for name, stacks in before:
                 setattr(self, name, stacked(partial(self._layers, stacks), len(stacks[0]), rngs))
         setattr(self, last[0], stacked(partial(self._layers, last[1]), len(last[1][0]), rngs))
@@ -197,7 +197,7 @@ class Decoder(Network):
                     x = layer(block, x, layer_inputs, shared)
                 return x, None
 
-            # Pipeline stages share the layers of the last stack; the layers before it belong to the first stage.
+            # Pipeline stages divide the layers of the last stack among them; all stages compute the layers before it.
             is_last = name == [*self._stacks][-1]
             stack_options = options if is_last else dataclasses.replace(options, order=None)
             stack_inputs = tuple(map(take, stacks))

@@ -1,7 +1,8 @@
 """Flax NNX modules that a script passes to `train`, without logical axes or jaxmem's layers.
 
-Their weights are sharded by a rule: over `mesh.fsdp`, along the largest dimension whose size is divisible. `merge`
-gathers the weights of the complete module in the compute dtype; XLA runs each gather shortly before its first use.
+Their weights are sharded by a rule: over `mesh.fsdp`, along the largest dimension whose size is divisible. `bind`
+gathers all weights outside of stacks in the compute dtype, and the backward pass reads them again: with ZeRO-3 each
+device then holds the complete model in the compute dtype. The layers of a stack are gathered one at a time.
 """
 
 from __future__ import annotations
@@ -57,8 +58,10 @@ class FlaxModel:
     stacks: Mapping[Path, int]  # the number of blocks of each list that is stacked
 
     @classmethod
-    def of(cls, build: Callable[[], tuple[Any, Mapping[Path, int]]], by_pattern: Any, shards: int) -> FlaxModel:
-        """`build` returns a module and its stacks. `shards`: the number of devices that shard the weights."""
+    def of(
+        cls, build: Callable[[], tuple[Any, Mapping[Path, int]]], by_pattern: Any, shards: Sequence[int]
+    ) -> FlaxModel:
+        """`build` returns a module and its stacks. The other arguments are those of `axes_by_rule`."""
         stacks: dict[Path, int] = {}
 
         def create() -> Tree:
@@ -160,11 +163,11 @@ def variables_of(network: Any) -> dict[Path, Any]:
 
 
 def axes_by_rule(
-    shapes: Mapping[Path, Any], layered: Collection[Path], by_pattern: AxesByPattern | None, shards: int
+    shapes: Mapping[Path, Any], layered: Collection[Path], by_pattern: AxesByPattern | None, shards: Sequence[int]
 ) -> dict[Path, Axes]:
     """The logical axes of each weight: the axes that it declares, or those of a pattern that matches its name;
     otherwise `embed` for its largest dimension that is divisible by the number of shards. `layered`: the weights that
-    are stacked; patterns have the axes of one layer."""
+    are stacked; patterns have the axes of one layer. `shards`: numbers of shards, the preferred one first."""
     used = set()
 
     def axes_of(path: Path, variable: Any) -> Axes:
@@ -182,8 +185,9 @@ def axes_by_rule(
             if fnmatchcase(name, pattern):
                 used.add(pattern)
                 return _checked(name, shape, pattern, tuple(axes))
-        sizes = [size if size % shards == 0 else 0 for size in shape]
-        largest = sizes.index(max(sizes)) if any(sizes) else None
+        by_size = sorted(range(len(shape)), key=lambda dim: -shape[dim])
+        divisible = (dim for count in shards for dim in by_size if shape[dim] % count == 0)
+        largest = next(divisible, None)
         return tuple("embed" if dim == largest and len(shape) > 1 else None for dim in range(len(shape)))
 
     by_path = {path: axes_of(path, variable) for path, variable in shapes.items()}

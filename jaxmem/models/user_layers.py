@@ -242,6 +242,9 @@ class _Output:
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = __neg__ = _refuse
 
 
+jax.tree_util.register_pytree_node(_Output, _Output._refuse, lambda output, _: output)  # arguments of jitted functions
+
+
 def _stacked(name: str, blocks: list[Any]) -> Tree:
     for number, other in enumerate(blocks[1:], 1):
         if (where := _difference(blocks[0], other)) is not None:

@@ -185,7 +185,8 @@ class _Ring:
         self.size = 0
 
     def put(self, key: tuple[int, int]) -> int:
-        slot = next(n for n in range(self.size + 1) if n not in self._held.values())
+        used = set(self._held.values())
+        slot = next(n for n in range(self.size + 1) if n not in used)
         self._held[key] = slot
         self.size = max(self.size, slot + 1)
         return slot

@@ -30,6 +30,7 @@ from jaxmem.planning.units import format_bytes
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding.table import is_axes
 from jaxmem.step.categories import COPIES, GATHERED
+from jaxmem.step.pipeline import stacks_of
 from jaxmem.step.programs import Program
 
 LARGE_SHARE = 0.2  # of the total bytes
@@ -120,14 +121,17 @@ def _recomputed_by_xla(plan: Plan) -> Iterator[PlanWarning]:
 def _unsharded(plan: Plan) -> Iterator[PlanWarning]:
     known = plan.breakdown.known
     share = plan.program.share
-    of_activations = share.complete_rows, share.row_length
+    cfg = plan.program.cfg
+    length = share.row_length // cfg.mesh.context
+    counts = (1, cfg.batch.accumulate if cfg.memory.update == "during" else 1)  # micro-batches that are in one array
+    of_activations = {(share.complete_rows * count, length) for count in counts}
     for buffer in plan.breakdown.buffers:
         if buffer.size < max(MIN_UNSHARDED, NOTABLE_SHARE * plan.bytes_per_device["total"]):
             continue
         dims = stacked_dims(buffer.shape.dims)
         is_weight = buffer.kind == GATHERED and dims in known.full_weights
         is_gradient = buffer.category == "gradients" and buffer.kind != UPDATES and dims in known.full_gradients
-        if buffer.by_shape and buffer.shape.dims[:2] == of_activations:
+        if buffer.by_shape and buffer.shape.dims[:2] in of_activations:
             continue
         if is_weight or is_gradient:
             what = "gradient" if is_gradient else "weight"
@@ -136,6 +140,19 @@ def _unsharded(plan: Plan) -> Iterator[PlanWarning]:
             )
             cure = _remedies(plan.program, "memory.remat=full", "reporting it as a bug")
             yield PlanWarning("unsharded array", text, cure)
+
+
+def _gathered_model(plan: Plan) -> Iterator[PlanWarning]:
+    built = plan.program
+    cfg = built.cfg
+    model = built.model.flax_model
+    if model is None or model.stacks or built.layout.parts("weights", "embed") == 1:
+        return
+    size = plan.breakdown.of_kind(GATHERED)
+    of_model = built.model.parameter_count * compute_dtype(cfg.precision, plan.target.platform).itemsize
+    if size > max(MIN_UNSHARDED, of_model / cfg.mesh.tensor / 2):
+        text = f"a model of a script without `layers` gathers all weights at once: {format_bytes(size)} on each device"
+        yield PlanWarning("gathered model", text, "layers=NAME of a list of equal blocks, or jaxmem's layers")
 
 
 def _logits(plan: Plan) -> Iterator[PlanWarning]:
@@ -194,12 +211,15 @@ def _offload(plan: Plan) -> Iterator[PlanWarning]:
 
 
 def _replicated(plan: Plan) -> Iterator[PlanWarning]:
+    cfg = plan.program.cfg
+    is_uneven = "vocab" in replicated_dims(cfg.model, cfg.rules, cfg.mesh)
+    cure = "a vocabulary divisible by mesh.tensor, or " if is_uneven else ""
     for array in plan.replicated:
         shape = array.partition(" = ")[2].partition("{")[0]
         yield PlanWarning(
             "replicated by the partitioner",
             f"to change its sharding, XLA replicates an array on every device; the shard of a device was {shape}",
-            "another mesh, with only fsdp or only tensor",
+            f"{cure}another mesh, with only fsdp or only tensor",
         )
 
 
@@ -267,6 +287,18 @@ def _padding_layers(plan: Plan) -> Iterator[PlanWarning]:
     divisors = [n for n in range(2, pipeline.layers + 1) if pipeline.layers % n == 0]
     nearest = min(divisors, key=lambda n: (abs(n - pipeline.stages * pipeline.rounds), n))
     yield PlanWarning("padding layers", text, f"mesh.stage x pipeline.rounds = {nearest}")
+
+
+def _first_layers(plan: Plan) -> Iterator[PlanWarning]:
+    """Layers before those that pipeline stages share."""
+    built = plan.program
+    names = [] if built.model.execution.pipeline is None else stacks_of(built.model)[:-1]
+    state = tree_leaves_with_path(built.spec.state)
+    size = bytes_on_device([x for path, x in state if any(f"'{name}'" in keystr(path) for name in names)])
+    if size > NOTABLE_SHARE * plan.bytes_per_device["total"]:
+        text = f"{', '.join(names)}, layers without experts before the others, are computed by every pipeline stage"
+        text += f": {format_bytes(size)} of weights and optimizer state per device"
+        yield PlanWarning("first layers", text, "a smaller mesh.stage")
 
 
 def _pipeline_bubble(plan: Plan) -> Iterator[PlanWarning]:
@@ -345,7 +377,7 @@ def slow_settings(cfg: Config, target: Target, limit: int, keys: Iterable[str] =
 
 
 _CHECKS_OF_BYTES: Sequence[Check] = (
-    _recomputed_by_xla, _not_in_fp8, _offload, _unsharded, _logits, _replicated, _all_scores, _tensor_across_hosts,
-    _not_sharded, _padding_layers, _pipeline_bubble, _float32_adapters,
+    _recomputed_by_xla, _not_in_fp8, _offload, _unsharded, _gathered_model, _logits, _replicated, _all_scores,
+    _tensor_across_hosts, _not_sharded, _padding_layers, _first_layers, _pipeline_bubble, _float32_adapters,
 )  # fmt: skip
 _CHECKS_AT_START: Sequence[Check] = (_sequence_length, _slow_settings)

@@ -8,7 +8,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jaxmem.config.mesh import Mesh, Rules
-from jaxmem.config.networks import Decoder, Model
+from jaxmem.config.networks import Decoder, Model, Vit
 from jaxmem.config.sections import Config
 from jaxmem.sharding.table import Table, has_vocab_on_stages, make_tables
 
@@ -55,10 +55,21 @@ class DeviceShare:
         """The number of devices over which a logical axis of the weights is sharded for computation."""
         return math.prod(getattr(self.mesh, over) for over in _compute_table(self.rules)[axis])
 
-    def heads_of(self, heads: int) -> int:
-        """The heads that the device stores of `heads`. If they are not divisible over `tensor`, it stores all."""
-        tensor = self.mesh.tensor if "tensor" in self.rules.heads else 1
-        return heads // tensor if heads % max(1, tensor) == 0 else heads
+    @property
+    def heads(self) -> int:
+        """Query heads of a decoder or ViT that the device computes. A mesh axis of -1 counts as one device."""
+        assert isinstance(self.model, Decoder | Vit)
+        return self.model.heads // self._head_parts
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of a decoder that the device computes: they are repeated if `tensor` does not divide them."""
+        parts = self._head_parts
+        return math.lcm(self.decoder.kv_heads, parts) // parts
+
+    @property
+    def _head_parts(self) -> int:
+        return max(1, self.shards("heads"))
 
     @property
     def vocab(self) -> int:
@@ -82,16 +93,12 @@ class DeviceShare:
         vocab = model.vocab // self.vocab_stages
         if tensor == 1:
             return model.replace(vocab=vocab)
-        heads = model.heads // self.shards("heads")
-        # KV heads that are not divisible over `tensor` are replicated; a device uses those of its query heads.
-        is_even = model.kv_heads % self.shards("heads") == 0
-        kv_heads = model.kv_heads // self.shards("heads") if is_even else math.gcd(model.kv_heads, heads)
         experts = model.experts
         if experts is not None:
             widths = {"shared": experts.shared, "dense_mlp": experts.dense_mlp}
             experts = experts.replace(**{name: width and width // tensor for name, width in widths.items()})
-        sizes = {"heads": heads, "kv_heads": kv_heads, "mlp": model.mlp // tensor, "vocab": -(-vocab // tensor)}
-        return model.replace(**sizes, experts=experts)
+        heads = {"heads": self.heads, "kv_heads": self.kv_heads}
+        return model.replace(**heads, mlp=model.mlp // tensor, vocab=-(-vocab // tensor), experts=experts)
 
 
 def share_of(cfg: Config) -> DeviceShare:

@@ -13,7 +13,7 @@ computes with the exact values; the backward pass reads the rounded ones, and re
 et al., arXiv:2410.19313) saves activations of the same width, in formats for each kind of operation.
 
 With every policy, a weight gathered over `fsdp` is gathered again in the backward pass. If it were saved, each device
-would store the complete model.
+would store the complete model, as it does for models of scripts without `layers` (models/user.py).
 """
 
 import dataclasses

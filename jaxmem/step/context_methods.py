@@ -24,9 +24,7 @@ def context_methods(share: DeviceShare, head_groups: int | Literal["auto"]) -> l
     named = share.mesh.context_method
     if named != "auto" or not isinstance(model, Decoder):
         return [named]
-    heads = share.heads_of(model.heads)
-    kv_heads = share.heads_of(model.kv_heads)
-    counts = head_group_counts(heads, kv_heads, share.mesh.context) if heads % kv_heads == 0 else []
+    counts = head_group_counts(share.heads, share.kv_heads, share.mesh.context)
     supported = {
         "ulysses": bool(counts) and head_groups in ("auto", *counts),
         "ring": unsupported_by_ring(model, share.mesh) is None,
@@ -39,11 +37,10 @@ def context_traffic(share: DeviceShare, precision: Precision, method: str) -> tu
     model = share.decoder
     devices = share.mesh.context
     time = share.row_length / devices
-    kv_heads = share.heads_of(model.kv_heads)
-    queries = time * share.heads_of(model.heads) * model.head_dim
-    keys = 2 * time * kv_heads * model.head_dim
+    queries = time * share.heads * model.head_dim
+    keys = 2 * time * share.kv_heads * model.head_dim
     if method == "ulysses":
-        sent = (2 * queries + keys * devices / math.gcd(kv_heads, devices)) * (devices - 1) / devices
+        sent = (2 * queries + keys * devices / math.gcd(share.kv_heads, devices)) * (devices - 1) / devices
         return sent, 2 * sent
     if model.window is not None:
         sent = min((model.window - 1) / time, devices - 1) * keys

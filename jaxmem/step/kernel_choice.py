@@ -108,7 +108,7 @@ def attention_request(cfg: Config, platform: str) -> Request | None:
         dtype=compute_dtype(cfg.precision, platform).name,
         queries=length,
         keys=length,
-        heads=share.heads_of(model.heads),
+        heads=share.heads,
         dim=dim,
         batch=share.complete_rows,
         masked=is_text,

@@ -65,7 +65,10 @@ class ModelSpec:
             network, stacks = self._build_flax(jax.random.key(0))
             return self._with_new_adapters(network), stacks
 
-        return FlaxModel.of(build, self.cfg.user.axes, shards=self.cfg.mesh.fsdp * self.cfg.mesh.context)
+        mesh = self.cfg.mesh
+        shards = mesh.fsdp * mesh.context
+        of_optimizer = shards * math.prod(getattr(mesh, axis) for axis in self.cfg.rules.optimizer)
+        return FlaxModel.of(build, self.cfg.user.axes, shards=(of_optimizer, shards))
 
     @property
     def forward_state(self) -> frozenset[tuple[str, ...]]:

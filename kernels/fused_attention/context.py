@@ -117,7 +117,7 @@ def _halo(kernel: Implementation, axis: str, options: Options, q: Any, k: Any, v
     ids = extras.segment_ids
     if ids is None:
         ids = jnp.zeros(q.shape[:2], jnp.int32)
-    ids = ids - jax.lax.pmin(jnp.min(ids), axis) + 1  # 0: keys that no device sent
+    ids = ids + jnp.iinfo(jnp.int32).min  # int32 wraps; no id becomes 0, that of keys that no device sent
     devices = jax.lax.axis_size(axis)
     time = q.shape[1]
     assert options.window is not None

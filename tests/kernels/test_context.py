@@ -84,6 +84,14 @@ def test_it_is_attention(method, window, packed):
     check(method, drawn(4, 2), documents() if packed else None, soft_cap=2.0, **options)
 
 
+def test_with_a_window_devices_wait_for_their_neighbors_only():
+    traced = str(
+        jax.make_jaxpr(lambda *arrays: over_context("ring", *arrays, documents(), window=20))(*drawn(4, 2)[:3])
+    )
+    assert "ppermute" in traced
+    assert not any(name in traced for name in ("pmin", "pmax", "psum", "all_gather", "all_to_all"))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("heads", "kv_heads"), [(12, 3), (4, 1)])
 def test_ulysses_repeats_kv_heads_that_are_fewer_than_devices(heads, kv_heads):

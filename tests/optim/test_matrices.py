@@ -62,11 +62,11 @@ def test_a_bias_of_several_dimensions_is_no_matrix():
     """Of Flax's attention: [heads, head_dim], without weight decay, with the update of Adam and state like a vector."""
     attention = nnx.eval_shape(lambda: nnx.MultiHeadAttention(4, 16, qkv_features=32, rngs=nnx.Rngs(0)))
     shapes = dict(nnx.to_flat_state(nnx.state(attention, nnx.Param)))
-    axes = axes_by_rule(shapes, (), None, 2)
+    axes = axes_by_rule(shapes, (), None, (2,))
     bias, kernel = ("query", "bias"), ("query", "kernel")
     assert shapes[bias].shape == (4, 8)
     assert [is_matrix(axes[path]) for path in (bias, kernel)] == [False, True]
-    assert axes_by_rule(shapes, {bias}, {"key.bias": ("heads", None)}, 2)[("key", "bias")] == ("heads", "bias")
+    assert axes_by_rule(shapes, {bias}, {"key.bias": ("heads", None)}, (2,))[("key", "bias")] == ("heads", "bias")
     params, names = {"b": normal(4, 8)}, {"b": axes[bias]}
     zero = jax.tree.map(jnp.zeros_like, params)
     same(updates(optim.adamw(1e-2, axes=names), params, [zero])[0], [zero])

@@ -11,10 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import jaxmem
 from jaxmem.config import load_config
+from jaxmem.config.methods import config_with
 from jaxmem.errors import UserError
 from jaxmem.pipeline.stages import Pipeline
 from jaxmem.planning import advice
@@ -225,6 +228,35 @@ def test_replicated_gradients_of_sharded_weights_are_reported(monkeypatch: pytes
     assert any("of a sharded gradient" in one.text for one in warned)
 
 
+LINEAR = {
+    "model": lambda rngs: nnx.Sequential(*(nnx.Linear(256, 256, use_bias=False, rngs=rngs) for _ in range(8))),
+    "loss": lambda model, batch: jnp.mean((model(batch["x"]) - 1) ** 2),
+    "data": [{"x": np.ones((8, 256), np.float32)}],
+}
+SHARDED = {"name": "linear", "batch": {"global_size": 8}, "mesh": {"fsdp": 8}, "zero": 3, "train": {"steps": 2}}
+
+
+def test_a_model_of_a_script_that_is_gathered_at_once() -> None:
+    def warned(size: int, devices: int = 8, **parts: Any) -> list[PlanWarning]:
+        cfg = config_with({**SHARDED, "mesh": {"fsdp": devices}}, **LINEAR, **parts)
+        built = program(cfg, jax.devices()[:devices])
+        breakdown = SimpleNamespace(of_kind=lambda _: size)
+        target = SimpleNamespace(platform="gpu")
+        return found(advice._gathered_model, program=built, breakdown=breakdown, target=target)
+
+    (warning,) = warned(64 * MIB)
+    assert "gathers all weights at once: 64.0 MiB" in warning.text
+    assert warning.cure.startswith("layers=")
+    assert warned(64 * MIB, layers="layers") == warned(64 * MIB, devices=1) == warned(4 * MIB) == []
+
+
+@pytest.mark.exhaustive
+def test_the_memory_of_a_model_of_a_script_with_and_without_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "MIN_UNSHARDED", 0)
+    plans = [jaxmem.plan(SHARDED, "h100-80gb:8", **LINEAR, **parts) for parts in ({}, {"layers": "layers"})]
+    assert ["gathered model" in kinds(plan) for plan in plans] == [True, False]
+
+
 def test_a_part_that_has_the_form_of_something_whole_is_no_sign_of_it() -> None:
     """Half of all queries' weights is as large as all keys' weights; a quarter is not. The MLP's are like no other."""
     keys, mlp = (2, 16, 32), (2, 32, 64)
@@ -242,17 +274,22 @@ def test_an_array_that_only_has_as_many_elements_as_a_whole_one_is_no_sign_of_it
     built = program(config(mesh={"fsdp": 4}), jax.devices()[:4])
     known = dataclasses.replace(NOTHING_KNOWN, full_gradients=frozenset({(2, 2048, 4096)}))
 
-    def warned(*dims: int, by_shape: bool = False, length: int = 64) -> list[PlanWarning]:
+    def warned(*dims: int, by_shape: bool = False, length: int = 64, **sections: Any) -> list[PlanWarning]:
         shape = HloShape("float32", 32, dims)
         buffer = NamedBuffer("gradients", "of one backward pass", shape.bytes, str(shape), "", shape, None, by_shape)
-        share = dataclasses.replace(built.share, sequences=8, length=length)
-        plan = SimpleNamespace(cfg=built.cfg, share=share)
+        cfg = built.cfg.replace(**sections)
+        share = dataclasses.replace(built.share, sequences=8 / cfg.batch.accumulate, length=length)
+        plan = SimpleNamespace(cfg=cfg, share=share)
         breakdown = SimpleNamespace(known=known, buffers=[buffer])
         return found(advice._unsharded, breakdown=breakdown, bytes_per_device={"total": MIB}, program=plan)
 
     assert len(warned(2, 2048, 4096)) == len(warned(2, 4096, 2048, by_shape=True)) == 1
     assert warned(2048, 2, 4096) == []
     assert warned(2, 2048, 4096, by_shape=True, length=2048) == []
+    assert warned(2, 2048, 4096, by_shape=True, length=4 * 2048, mesh={"context": 4}) == []
+    accumulated = {"by_shape": True, "length": 2048, "batch": {"accumulate": 2}}
+    assert warned(2, 2048, 4096, **accumulated, memory={"update": "during"}) == []
+    assert len(warned(2, 2048, 4096, **accumulated)) == 1
     known = dataclasses.replace(known, full_gradients=frozenset({(2, 64, 128)}))
     assert warned(2, 64, 128) == []
 
@@ -333,13 +370,17 @@ class Moved:
 
 def test_an_array_that_the_partitioner_replicates() -> None:
     arrays = Moved(PartitionSpec(("a", "b")), PartitionSpec(None, "a", "b")).replicated()
-    (warned,) = found(advice._replicated, replicated=arrays)
-    assert "the shard of a device was f32[2,8,64]" in warned.text
+    meshes = ({"tensor": 4}, {"context": 2, "tensor": 8})  # 8 does not divide the vocabulary
+    plans = [SimpleNamespace(cfg=config(mesh=mesh, model={**SMALL, "vocab": 260, "heads": 8})) for mesh in meshes]
+    even, uneven = (found(advice._replicated, replicated=arrays, program=plan)[0] for plan in plans)
+    assert "the shard of a device was f32[2,8,64]" in even.text
+    assert even.cure == "another mesh, with only fsdp or only tensor"
+    assert uneven.cure == f"a vocabulary divisible by mesh.tensor, or {even.cure}"
 
 
 def test_an_array_that_it_moves_in_parts() -> None:
     arrays = Moved(PartitionSpec("a", "b"), PartitionSpec("b", "a")).replicated()
-    assert found(advice._replicated, replicated=arrays) == []
+    assert found(advice._replicated, replicated=arrays, program=SimpleNamespace(cfg=config())) == []
 
 
 # ------------------------------------------------------------------ stages
@@ -369,6 +410,23 @@ def test_padding_layers() -> None:
     assert found(advice._padding_layers, program=with_stages(layers=8, stages=4, micro_batches=4)) == []
     without_stages = SimpleNamespace(model=SimpleNamespace(execution=SimpleNamespace(pipeline=None)))
     assert found(advice._padding_layers, program=without_stages) == []
+
+
+def test_first_layers_of_another_kind_are_on_every_stage() -> None:
+    experts = {"count": 4, "top_k": 2, "dense_layers": [0], "dense_mlp": 48}
+    model = {**SMALL, "layers": 3, "experts": experts, "qk_norm": True}
+    batch = {"global_size": 8, "accumulate": 2}
+
+    def warned(stage: int, *totals: int) -> list[list[PlanWarning]]:
+        built = program(config(model=model, mesh={"stage": stage}, batch=batch), jax.devices()[:stage])
+        return [found(advice._first_layers, program=built, bytes_per_device={"total": total}) for total in totals]
+
+    (warning,), of_large_plan = warned(2, MIB, 1000 * MIB)
+    # Three float32 arrays (AdamW) of the weights of attention, the MLP and norms.
+    size = 3 * 4 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 48 + 2 * 32 + 2 * 8)
+    assert warning.text.startswith("blocks[0:1], layers without experts before the others")
+    assert f": {size / 1024:.1f} KiB of weights and optimizer state" in warning.text
+    assert [of_large_plan] == warned(1, MIB) == [[]]
 
 
 def test_pipeline_bubble() -> None:

@@ -1,13 +1,17 @@
-"""The implementations of experts and of updates that `auto` chooses."""
+"""The implementations of attention, experts and updates that `auto` chooses."""
+
+import itertools
 
 import pytest
 
+from jaxmem.config.devices import for_devices
 from jaxmem.config.methods import run_config
 from jaxmem.errors import UserError
 from jaxmem.planning.compile import CompiledProgram
 from jaxmem.planning.result import Plan
 from jaxmem.planning.targets import parse_target, target_devices
-from jaxmem.step.kernel_choice import kernel_choices, resolve_kernels
+from jaxmem.sharding.share import share_of
+from jaxmem.step.kernel_choice import attention_choice, kernel_choices, resolve_kernels
 from jaxmem.step.programs import program
 from tests.planning.conftest import SMALL, config
 
@@ -93,3 +97,32 @@ def test_the_kernels_of_an_update():
     assert "@triton_kernel_call" in built.lower_step().as_text()
     plan = Plan(built, aim, CompiledProgram(b"", b""), seconds=0.0)
     assert any(line.startswith("optimizer.kernel: triton (") for line in plan.choices)
+
+
+def with_heads(preset, heads, kv_heads, **mesh):
+    stage = mesh.get("stage", 1)
+    model = {"preset": preset, "heads": heads, "kv_heads": kv_heads}
+    batch = {"global_size": stage, "accumulate": stage}
+    return config(model=model, mesh=mesh, batch=batch, data={"sequence_length": 64})
+
+
+def test_a_device_repeats_kv_heads_that_tensor_does_not_divide():
+    cfg = with_heads("gpt-oss-20b", 16, 4, tensor=8, context=2)  # ring does not support its sinks
+    assert attention_choice(cfg, "cpu", None).context_method == "ulysses"
+    shares = [share_of(with_heads("llama3-8b", *heads, tensor=4)) for heads in ((64, 8), (16, 1), (12, 6))]
+    assert [(share.part_of_model.heads, share.part_of_model.kv_heads) for share in shares] == [(16, 2), (4, 1), (3, 3)]
+
+
+def test_each_mesh_that_is_accepted_has_a_method_of_context():
+    accepted = 0
+    presets = ("llama3-8b", "gpt-oss-20b")
+    for preset, heads, kv_heads, stage in itertools.product(presets, (4, 12, 16), (1, 2, 4, 6), (1, 2)):
+        for tensor, context in itertools.product((1, 2, 4, 8), (2, 4)) if heads % kv_heads == 0 else ():
+            cfg = with_heads(preset, heads, kv_heads, tensor=tensor, context=context, stage=stage)
+            try:
+                cfg = for_devices(cfg, tensor * context * stage)
+            except UserError:
+                continue
+            accepted += 1
+            assert attention_choice(cfg, "cpu", None).context_method in ("ring", "ulysses")
+    assert accepted > 50

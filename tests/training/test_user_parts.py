@@ -16,6 +16,7 @@ from jaxmem.errors import UserError
 from jaxmem.models.cross_entropy import max_update_entries, vocab_cross_entropy
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.user import Functions
+from jaxmem.step.programs import program
 from tests.training.user_models import DATA, IMAGES, LM, ROWS, Statistics, Transformer, hand_written, loss, settings
 
 DECODER = {"vocab": 264, "layers": 2, "embed": 32, "mlp": 64, "heads": 4, "kv_heads": 2, "head_dim": 8}
@@ -186,6 +187,14 @@ def test_patterns_name_the_axes_of_weights(tmp_path):
     assert kernel.sharding.shard_shape(kernel.shape) == (128, 2)
 
 
+def test_the_optimizer_state_is_sharded_over_replica_where_a_dimension_permits(tmp_path):
+    raw = settings(tmp_path, mesh={"fsdp": 2, "replica": 4}, rules={"optimizer": ["replica"]})
+    parts = {**PARTS, "model": lambda rngs: nnx.Linear(30, 16, rngs=rngs)}
+    state = program(config_with(raw, **parts), jax.devices()).spec.state.opt_state
+    kernels = [x for x in jax.tree.leaves(state) if x.shape == (30, 16)]
+    assert {x.sharding.shard_shape(x.shape) for x in kernels} == {(30, 2)}
+
+
 class Mnist(nnx.Module):
     """Like the network for MNIST of Flax's examples: convolutions, BatchNorm, pooling, dropout, linear layers."""
 
@@ -238,6 +247,8 @@ class Wrong(Transformer):
                 return sum((block(x, mask) for block in others), first(x, mask))
             case "residual":
                 return others[0](x + first(x, mask), mask)
+            case "activation":
+                return others[0](nnx.relu(first(x, mask)), mask)
             case "mask":
                 return others[0](first(x, mask), mask + 0)
             case "weights":
@@ -276,6 +287,7 @@ class Wrong(Transformer):
         ({}, LM | {"layers": "block"}, "layers=block .*blocks"),
         ({}, LM | {"layers": "blocks", "model": lambda rngs: Wrong(rngs, "sum")}, "block 1 does not receive"),
         ({}, LM | {"layers": "blocks", "model": lambda rngs: Wrong(rngs, "residual")}, "output of block 0 outside"),
+        ({}, LM | {"layers": "blocks", "model": lambda rngs: Wrong(rngs, "activation")}, "output of block 0 outside"),
         ({}, LM | {"layers": "blocks", "model": lambda rngs: Wrong(rngs, "mask")}, "block 1 is called with other"),
         ({}, LM | {"layers": "blocks", "model": lambda rngs: Wrong(rngs, "weights")}, "uses down of a block"),
         ({"mesh": {"stage": 2, "fsdp": 4}}, {}, "mesh.stage"),
