@@ -94,6 +94,16 @@ def test_memory_that_runs_out_in_spite_of_the_plan(plan: Plan, monkeypatch: pyte
         raise jax.errors.JaxRuntimeError("INTERNAL: another")
 
 
+def test_host_memory_that_runs_out_names_xla_s_limit(plan: Plan) -> None:
+    text = (
+        "RESOURCE_EXHAUSTED: Out of host memory while trying to allocate 1 bytes. Please set the environment variable"
+        " XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB to allocate larger host memory than the default 64 GB."
+    )
+    line = f"out of pinned host memory; set {devices.HOST_LIMIT} to more than"
+    with pytest.raises(OutOfMemoryError, match=line), explained_out_of_memory(plan):
+        raise jax.errors.JaxRuntimeError(text)
+
+
 def test_a_budget_is_a_limit_of_one_s_own(plan: Plan) -> None:
     gib = 0.5 * plan.compiled_step.total / GIB
     cfg = plan.program.cfg.model_copy(update={"memory": plan.program.cfg.memory.model_copy(update={"budget": gib})})
@@ -147,11 +157,17 @@ def test_jax_takes_what_a_plan_counts_on(monkeypatch: pytest.MonkeyPatch) -> Non
     gpu = GPUS["a100-80gb"]
     monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: True)
     monkeypatch.setattr(devices, "nvidia_gpus", lambda: [{"memory": gpu.memory}] * 8)
+    monkeypatch.setattr(devices, "host_memory", lambda: {"available": 2000 * GIB})
     for name in (*devices._FRACTIONS, "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
+    monkeypatch.setenv(devices.HOST_LIMIT, "100")
     devices.reserve_gpu_memory()
     assert devices.os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.5"  # the user's own
+    assert devices.os.environ[devices.HOST_LIMIT] == "100"
+    monkeypatch.delenv(devices.HOST_LIMIT)
+    devices.reserve_gpu_memory()
+    assert devices.os.environ[devices.HOST_LIMIT] == "225"  # of nine tenths, shared by 8
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")
     devices.reserve_gpu_memory()
     share = float(devices.os.environ["XLA_CLIENT_MEM_FRACTION"])
