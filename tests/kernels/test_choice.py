@@ -53,6 +53,25 @@ def test_the_capability_is_that_of_the_device(platform, number):
     assert support.capability(SimpleNamespace(platform=platform, compute_capability="9.0")) == number
 
 
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        ("NVIDIA RTX 5000 Ada Generation", 89),  # installed; its name begins like that of an RTX 5090
+        ("NVIDIA RTX 5090 like NVIDIA RTX PRO 6000", 120),
+        ("NVIDIA A100 like NVIDIA A10", 86),
+        ("NVIDIA A100 like NVIDIA A100", 80),
+        ("NVIDIA L40S like NVIDIA L4", 89),
+        ("cpu", None),
+    ],
+)
+def test_the_name_of_a_gpu_counts_only_if_it_is_not_installed(kind, number, monkeypatch):
+    card = SimpleNamespace(platform="gpu", device_kind="NVIDIA RTX 5000 Ada Generation", compute_capability="8.9")
+    monkeypatch.setattr(jax, "devices", lambda: [card])
+    mesh = SimpleNamespace(abstract_device=SimpleNamespace(device_kind=kind))
+    monkeypatch.setattr(jax.sharding, "get_abstract_mesh", lambda: mesh)
+    assert support.capability() == number
+
+
 def test_both_spellings_of_jax_triton(monkeypatch):
     """0.4 renames two arguments, and takes the unused parameters by name."""
     told = []
