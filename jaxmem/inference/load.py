@@ -28,6 +28,7 @@ from jaxmem.config.user import UserObjects
 from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.errors import UserError
 from jaxmem.hf.peft import add_adapters, read_base
+from jaxmem.machine.devices import reserve_gpu_memory
 from jaxmem.models import user
 from jaxmem.sharding.host import fetch_from_host
 from jaxmem.sharding.table import is_stacked
@@ -103,6 +104,7 @@ def _hf_config(directory: Path) -> JsonDict:
 
 def _program(cfg: Config) -> Program:
     """The program of a config, on one device if the mesh does not match the number of devices of this machine."""
+    reserve_gpu_memory()
     devices = jax.devices()
     mesh = cfg.mesh
     sizes = [getattr(mesh, axis) for axis in MESH_AXES]

@@ -32,7 +32,7 @@ from jaxmem.distributed.agree import DelayedMax, any_process, gather, serialized
 from jaxmem.distributed.cluster import jobs
 from jaxmem.distributed.join import failing_together
 from jaxmem.errors import UserError
-from jaxmem.machine.devices import cache_compiled_programs, peak_flops
+from jaxmem.machine.devices import cache_compiled_programs, peak_flops, reserve_gpu_memory
 from jaxmem.machine.terminal import say, say_text
 from jaxmem.step.programs import Program, program
 from jaxmem.step.state import TrainState
@@ -104,6 +104,7 @@ def run(
     `parts`: a model, loss, data or optimizer of a script instead of those in the config, see
     docs/how-to/from-a-script.md.
     """
+    reserve_gpu_memory()
     cfg = config_with(cfg, **parts)
     with requeued_before_training(), ExitStack() as locks:
         for key, place in locked_places(cfg).items():

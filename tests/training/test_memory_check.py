@@ -1,5 +1,6 @@
 """A run that does not fit stops and names the search for one that does; measured memory stands beside planned."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -10,14 +11,19 @@ import jax
 import pytest
 
 from jaxmem.config import load_config
+from jaxmem.distributed import join, rendezvous
+from jaxmem.distributed.cluster import Cluster
 from jaxmem.estimate.state import bytes_on_device
+from jaxmem.inference import load
 from jaxmem.machine import devices
 from jaxmem.machine.gpus import GIB, GPUS, reserved
+from jaxmem.planning import result
 from jaxmem.planning.result import Plan, plan_program
 from jaxmem.planning.targets import local_target
 from jaxmem.planning.units import format_bytes
+from jaxmem.search.fit import fit
 from jaxmem.step.programs import program
-from jaxmem.training import memory_check
+from jaxmem.training import memory_check, run
 from jaxmem.training.memory_check import (
     DoesNotFitError,
     OutOfMemoryError,
@@ -158,7 +164,7 @@ def test_jax_takes_what_a_plan_counts_on(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: True)
     monkeypatch.setattr(devices, "nvidia_gpus", lambda: [{"memory": gpu.memory}] * 8)
     monkeypatch.setattr(devices, "host_memory", lambda: {"available": 2000 * GIB})
-    for name in (*devices._FRACTIONS, "CUDA_VISIBLE_DEVICES"):
+    for name in (*devices._FRACTIONS, "CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
     monkeypatch.setenv(devices.HOST_LIMIT, "100")
@@ -172,6 +178,37 @@ def test_jax_takes_what_a_plan_counts_on(monkeypatch: pytest.MonkeyPatch) -> Non
     devices.reserve_gpu_memory()
     share = float(devices.os.environ["XLA_CLIENT_MEM_FRACTION"])
     assert share * gpu.memory == pytest.approx(gpu.memory - reserved(8), rel=1e-4)
+
+
+def stopped(*_: object) -> None:
+    raise InterruptedError
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_gpu_of_several_processes_has_room_for_nccl(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if each process sees one GPU, as with Slurm's --gpus-per-task=1: plans of several GPUs subtract as much."""
+    gpu = GPUS["a100-80gb"]
+    monkeypatch.setattr(devices.os, "environ", {})
+    monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(devices, "nvidia_gpus", lambda: [{"memory": gpu.memory}])
+    cluster = Cluster("localhost:1234", processes, 0)
+    monkeypatch.setattr(join, "find", lambda _: cluster if processes > 1 else None)
+    monkeypatch.setattr(rendezvous, "rendezvous", stopped)  # before jax starts
+    with contextlib.suppress(InterruptedError):
+        join.join()
+    share = float(devices.os.environ["XLA_CLIENT_MEM_FRACTION"])
+    assert share * gpu.memory == pytest.approx(gpu.memory - reserved(processes), rel=1e-4)
+
+
+def test_functions_for_scripts_reserve_before_jax_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (load, result, run):
+        monkeypatch.setattr(module, "reserve_gpu_memory", stopped)
+    monkeypatch.setattr(devices, "reserve_gpu_memory", stopped)
+    monkeypatch.setattr(jax, "devices", lambda: pytest.fail("jax has started"))
+    cfg = load_config(CONFIG)
+    for call in (lambda: run.run(cfg), lambda: result.plan(cfg), lambda: fit(cfg), lambda: load._program(cfg)):
+        with pytest.raises(InterruptedError):
+            call()
 
 
 def test_a_plan_for_a_device_that_is_here_takes_off_what_jax_leaves(plan: Plan) -> None:
