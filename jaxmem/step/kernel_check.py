@@ -45,11 +45,11 @@ PACKAGES = (
 )
 
 
-def refuse_gpu_kernels(cfg: Config) -> None:
+def refuse_gpu_kernels(cfg: Config, platform: str) -> None:
     """Refuses kernels that a CPU cannot run."""
     for key in (ATTENTION, EXPERTS, UPDATE):
         value = value_of(cfg, key)
-        if value in ("cudnn", "triton") and triton_launch.INTERPRETER is None:
+        if platform == "cpu" and value in ("cudnn", "triton") and triton_launch.INTERPRETER is None:
             raise UserError(f"{key}={value} needs an NVIDIA GPU; use {key}=auto")
 
 

@@ -115,9 +115,11 @@ def run(
 
 def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
     from jaxmem.inference.evaluate import Evaluator
+    from jaxmem.inference.load import with_passing_kernels
     from jaxmem.planning.budget import resolve_remat
     from jaxmem.planning.result import plan_program
     from jaxmem.planning.targets import local_target
+    from jaxmem.step.kernel_check import refuse_gpu_kernels
     from jaxmem.training.memory_check import PeakCheck, check_fits, explained_out_of_memory
 
     check_trackers(cfg.train.trackers)
@@ -129,7 +131,8 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
     refuse_links(directory)
     refuse_links(checkpoint_path)
     cfg = resuming_own_checkpoints(cfg, checkpoint_path)
-    cfg = _check_kernels(cfg, devices)
+    refuse_gpu_kernels(cfg, devices[0].platform)
+    cfg = with_passing_kernels(cfg, devices)
     resolved, remat_why = resolve_remat(cfg, local_target(devices))
     built = program(resolved, devices)
     elastic = lines.elastic_line(cfg, built.cfg)
@@ -265,23 +268,6 @@ def _preflight(cluster: Cluster) -> None:
         lines = preflight()
         if jax.process_index() == 0:
             say(*lines)
-
-
-def _check_kernels(cfg: Config, devices: Sequence[jax.Device]) -> Config:
-    """The config with kernels that passed their check on these devices."""
-    from jaxmem.step.kernel_check import checked_kernels, refuse_gpu_kernels
-
-    if devices[0].platform == "cpu":
-        refuse_gpu_kernels(cfg)
-        return cfg
-    built = program(cfg, devices)
-    settings, failures = checked_kernels(built.cfg, built.platform, built.model.execution.capability, any_process)
-    for line in failures:
-        say(line)
-    for setting, implementation in settings.items():
-        section, key = setting.split(".")
-        cfg = cfg.replace(**{section: {key: implementation}})
-    return cfg
 
 
 def _checkpoints(section: Checkpoint, path: epath.Path) -> Checkpoints:

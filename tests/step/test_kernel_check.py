@@ -149,7 +149,7 @@ def test_a_cpu_refuses_kernels_of_gpus(monkeypatch):
     )
     monkeypatch.setattr(triton_launch, "INTERPRETER", None)
     with pytest.raises(UserError, match=r"optimizer.kernel=triton .*use optimizer.kernel=auto"):
-        kernel_check.refuse_gpu_kernels(kernels)
+        kernel_check.refuse_gpu_kernels(kernels, "cpu")
 
 
 def test_a_failure_in_another_process_counts(monkeypatch):

@@ -206,7 +206,7 @@ def test_functions_for_scripts_reserve_before_jax_starts(monkeypatch: pytest.Mon
     monkeypatch.setattr(devices, "reserve_gpu_memory", stopped)
     monkeypatch.setattr(jax, "devices", lambda: pytest.fail("jax has started"))
     cfg = load_config(CONFIG)
-    for call in (lambda: run.run(cfg), lambda: result.plan(cfg), lambda: fit(cfg), lambda: load._program(cfg)):
+    for call in (lambda: run.run(cfg), lambda: result.plan(cfg), lambda: fit(cfg), lambda: load._program(cfg, True)):
         with pytest.raises(InterruptedError):
             call()
 
