@@ -7,7 +7,6 @@ implementations that support the calls of a run.
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -22,23 +21,18 @@ if TYPE_CHECKING:
 
 SIXTEEN_BIT = ("bfloat16", "float16")
 MAX_WORKSPACE = 4 * 2**30  # bytes that cuDNN may allocate for packed sequences; kernels without workspace are as fast
-# Keys are the names that devices report.
-CAPABILITIES = {
-    r"A100|A30\b": 80,
-    r"A10\b|A40\b|A6000|RTX 30": 86,
-    r"L4\b|L40|RTX 40": 89,
-    r"H100|H200|GH200": 90,
-    r"B200": 100,
-    r"RTX 50|RTX PRO": 120,
-}
+# Parts of the names of devices that are not installed (`jaxmem.planning.targets`); "A10" is a part of "A100".
+CAPABILITIES = {"A100": 80, "A10": 86, "L4": 89, "H100": 90, "B200": 100, "RTX PRO 6000": 120}
 
 
 def capability(device: Any = None) -> int | None:
     """The compute capability of a device, by default the device to compile for: 90 for 9.0; None for a CPU."""
-    absent = None if device else getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if absent is not None:  # the device to compile for is not installed
-        return next((number for name, number in CAPABILITIES.items() if re.search(name, absent.device_kind)), None)
-    device = device or jax.devices()[0]
+    if device is None:
+        device = jax.devices()[0]
+        mesh_device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+        if mesh_device is not None and mesh_device.device_kind != device.device_kind:  # it is not installed
+            name = max(CAPABILITIES, key=mesh_device.device_kind.rfind)
+            return CAPABILITIES[name] if name in mesh_device.device_kind else None
     return round(10 * float(device.compute_capability)) if device.platform == "gpu" else None
 
 

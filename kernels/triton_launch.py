@@ -5,11 +5,11 @@ have, launch a kernel inside `jax.shard_map`: the mesh names the GPU, and the na
 Tests set `INTERPRETER`, which runs the programs on a CPU.
 """
 
+import dataclasses
 import functools
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,7 +20,10 @@ from .support import capability
 
 # Largest shared memory of a block in bytes, by compute capability (CUDA programming guide).
 SHARED_MEMORY_BYTES = {"8.0": 166912, "8.6": 101376, "8.9": 101376, "9.0": 232448, "10.0": 232448, "12.0": 101376}
-PTX = 87  # the first PTX version with compute capability 12.0; later versions need a newer ptxas
+# The first PTX version with compute capability 12.0, and those of other capabilities. Triton would choose the newest
+# version that it knows, which needs a newer ptxas.
+PTX = 87
+LATER_PTX = {103: 88, 110: 90, 121: 88}
 
 INTERPRETER: Callable[..., Any] | None = None  # (kernel, how, shapes of results, *arrays) -> results
 
@@ -42,7 +45,7 @@ def load_programs(module: str) -> Any:
         raise ValueError(text) from error
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Launch:
     """How a kernel is compiled and launched. `static`: its compile-time values. `in_place`: indices of the arrays that
     the kernel overwrites. `flops`: operations per element of its first output, which the compiled program carries as
@@ -79,9 +82,9 @@ def launch(
             "input_output_aliases": {array: len(outputs) + i for i, array in enumerate(how.in_place)},
             "s": how.static,
         }
-        # jax-triton 0.4 renames two arguments; 0.3 leaves the version of PTX to Triton.
+        # jax-triton 0.4 renames two arguments.
         if "out_type" in inspect.signature(call).parameters:
-            options |= {"out_type": results, "backend_options": {"enable_fp_fusion": True, "ptx_version": PTX}}
+            options |= {"out_type": results, "backend_options": {"enable_fp_fusion": True}}
             options |= dict.fromkeys(kernel.arg_names[len(arrays) + len(outputs) : -1])  # `unused`
         else:
             options |= {"out_shape": results, "enable_fp_fusion": True}
@@ -113,15 +116,17 @@ def _on_each_platform(
 
 @functools.cache
 def _triton_call() -> Any:
-    """jax-triton's call, with a check of the shared memory at compile time instead of at the launch."""
+    """jax-triton's call, with a version of PTX that older ptxas know, and a check of the shared memory at compile time
+    instead of at the launch."""
     library: Any = importlib.import_module("jax_triton.triton_lib")
     # jax-triton 0.4.1 removes dead code by a rule that jax 0.12 calls with one more argument. jax's own rule is right.
     partial_eval.dce_rules.pop(library.triton_kernel_call_p, None)
     compiled = library.compile_ttir_inplace
 
-    def check_shared_memory(module: Any, backend: Any, options: Any, target: Any, *later_arguments: Any) -> Any:
-        made = compiled(module, backend, options, target, *later_arguments)
+    def compile_checked(module: Any, backend: Any, options: Any, target: Any, *later_arguments: Any) -> Any:
         number = getattr(target, "arch", target)  # jax-triton 0.3 passes the compute capability itself: 90 for 9.0
+        options = dataclasses.replace(options, ptx_version=LATER_PTX.get(number, PTX))
+        made = compiled(module, backend, options, target, *later_arguments)
         name = f"{number // 10}.{number % 10}"
         needed = made.shared_mem_bytes
         if needed > SHARED_MEMORY_BYTES.get(name, needed):
@@ -131,7 +136,7 @@ def _triton_call() -> Any:
             )
         return made
 
-    library.compile_ttir_inplace = check_shared_memory
+    library.compile_ttir_inplace = compile_checked
     return library.triton_call
 
 

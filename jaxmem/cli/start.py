@@ -59,7 +59,6 @@ def take_devices(simulate: int | None, *, only_compile: bool = False) -> None:
     """Chooses this machine's devices, or `simulate` CPU devices, before jax starts."""
     if simulate is None:
         devices.use_cpu_without_gpu(only_compile=only_compile)
-        devices.reserve_gpu_memory()
     else:
         devices.simulate(simulate)
 

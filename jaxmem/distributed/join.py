@@ -12,6 +12,7 @@ from typing import Any
 from jaxmem.distributed.cluster import Cluster, find
 from jaxmem.distributed.watch import Watch, exit_code
 from jaxmem.errors import UserError
+from jaxmem.machine.devices import reserve_gpu_memory
 from jaxmem.machine.files import as_user_error
 from jaxmem.machine.terminal import say
 
@@ -29,6 +30,7 @@ def join(heartbeat: int = 20, start_timeout: int = 300) -> Cluster | None:
     if _watch is not None:
         return _watch.cluster
     cluster = find(start_timeout)
+    reserve_gpu_memory(1 if cluster is None else cluster.processes)
     if cluster is None:
         return None
     from jaxmem.distributed.rendezvous import rendezvous

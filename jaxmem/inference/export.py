@@ -37,7 +37,7 @@ def export_model(
         raise UserError(
             f"export: --adapter does not support --dtype {dtype}; adapters keep their dtype; remove --dtype"
         )
-    program, params = open_model(run)
+    program, params = open_model(run, computes=False)
     cfg = program.cfg
     base_files = Path(run, HF_FOLDER) if is_run(run) else Path(getattr(cfg.model, "hf", ""))
     indices = program.model.execution.layer_indices

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,8 +27,11 @@ from jaxmem.config.mesh import MESH_AXES
 from jaxmem.config.peft import base_of, is_adapter, is_prompt
 from jaxmem.config.user import UserObjects
 from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
+from jaxmem.distributed.agree import any_process
 from jaxmem.errors import UserError
 from jaxmem.hf.peft import add_adapters, read_base
+from jaxmem.machine.devices import reserve_gpu_memory
+from jaxmem.machine.terminal import say
 from jaxmem.models import user
 from jaxmem.sharding.host import fetch_from_host
 from jaxmem.sharding.table import is_stacked
@@ -41,11 +45,12 @@ STORED_FIELDS = ("parameters", "block_size")  # fields of `precision` that are t
 HF_FOLDER = "hf"  # settings and tokenizer, in a run that began from a Hugging Face directory
 
 
-def open_model(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Program, Tree]:
-    """(program, parameters) of a run's newest checkpoint, or of a Hugging Face directory."""
+def open_model(directory: str | Path, overrides: Sequence[str] = (), *, computes: bool = True) -> tuple[Program, Tree]:
+    """(program, parameters) of a run's newest checkpoint, or of a Hugging Face directory. `computes`: false if only the
+    weights are used, so that kernels are not checked."""
     if is_run(directory):
-        return open_run(directory, overrides)
-    built = _program(model_config(directory, overrides))
+        return open_run(directory, overrides, computes=computes)
+    built = _program(model_config(directory, overrides), computes)
     return built, add_adapters(built, read_base(built))
 
 
@@ -101,8 +106,24 @@ def _hf_config(directory: Path) -> JsonDict:
     }
 
 
-def _program(cfg: Config) -> Program:
+def with_passing_kernels(cfg: Config, devices: Sequence[jax.Device]) -> Config:
+    """The config with kernels that passed their check on these devices; CPUs have none to check."""
+    from jaxmem.step.kernel_check import checked_kernels
+
+    if devices[0].platform == "cpu":
+        return cfg
+    built = program(cfg, devices)
+    settings, failures = checked_kernels(built.cfg, built.platform, built.model.execution.capability, any_process)
+    say(*failures, file=sys.stderr)
+    for setting, implementation in settings.items():
+        section, key = setting.split(".")
+        cfg = cfg.replace(**{section: {key: implementation}})
+    return cfg
+
+
+def _program(cfg: Config, computes: bool) -> Program:
     """The program of a config, on one device if the mesh does not match the number of devices of this machine."""
+    reserve_gpu_memory()
     devices = jax.devices()
     mesh = cfg.mesh
     sizes = [getattr(mesh, axis) for axis in MESH_AXES]
@@ -110,7 +131,7 @@ def _program(cfg: Config) -> Program:
         # Pipeline stages and updates within a schedule need several devices.
         cfg = cfg.replace(mesh=Mesh(), pipeline=Pipeline(), memory={"update": "after"})
         devices = devices[:1]
-    return program(cfg, devices)
+    return program(with_passing_kernels(cfg, devices) if computes else cfg, devices)
 
 
 def check_run(directory: str | Path, key: str = "") -> None:
@@ -121,12 +142,13 @@ def check_run(directory: str | Path, key: str = "") -> None:
 
 
 def open_run(
-    directory: str | Path, overrides: Sequence[str] = (), user: UserObjects | None = None
+    directory: str | Path, overrides: Sequence[str] = (), user: UserObjects | None = None, *, computes: bool = True
 ) -> tuple[Program, Tree]:
-    """(program, parameters) of the newest checkpoint. `user`: the objects of the script that trained the run."""
+    """(program, parameters) of the newest checkpoint. `user`: the objects of the script that trained the run;
+    `computes`: see `open_model`."""
     check_run(directory)
     cfg = model_config(directory, overrides)
-    built = _program(cfg.with_user(user) if user else cfg)
+    built = _program(cfg.with_user(user) if user else cfg, computes)
 
     def read(checkpoints: Checkpoints, step: int) -> tuple[Program, Tree]:
         saved = checkpoints.read(step)[1]["precision"]

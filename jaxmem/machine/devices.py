@@ -244,6 +244,7 @@ def host_memory() -> dict[str, int]:
 
 
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # of the pinned host memory of each GPU
 
 
 def visible_count(present: int) -> int:
@@ -254,16 +255,21 @@ def visible_count(present: int) -> int:
     return len(list(itertools.takewhile(lambda entry: entry.strip() not in ("", "-1"), listed.split(","))))
 
 
-def reserve_gpu_memory() -> None:
-    """Lets jax allocate all memory of each GPU except `gpus.reserved`, which plans subtract too; jax's default is three
-    quarters of the memory. A fraction that the user has set does not change, and plans subtract the rest."""
-    if not has_nvidia_gpu() or any(name in os.environ for name in _FRACTIONS):
+def reserve_gpu_memory(processes: int = 1) -> None:
+    """Lets jax allocate all memory of each GPU except `gpus.reserved`, which plans subtract too, and nine tenths of the
+    available host memory; jax's defaults are three quarters of a GPU and 64 GiB of host memory per GPU. A limit that
+    the user has set does not change, and plans subtract what such a fraction leaves. `processes`: those of the run.
+    Called wherever jax may start; has an effect the first time."""
+    has_fraction = any(name in os.environ for name in _FRACTIONS)
+    if not has_nvidia_gpu() or os.environ.get("JAX_PLATFORMS") == "cpu" or (has_fraction and HOST_LIMIT in os.environ):
         return
     present = nvidia_gpus()
     count = visible_count(len(present))
-    if present and count:
+    host_gib = int(0.9 * host_memory()["available"] / max(count, 1)) >> 30
+    os.environ.setdefault(HOST_LIMIT, str(max(64, host_gib)))
+    if present and count and not has_fraction:
         least = min(gpu["memory"] for gpu in present)
-        share = 1 - gpus.reserved(count) / least
+        share = 1 - gpus.reserved(max(count, processes)) / least
         os.environ[_FRACTIONS[0]] = f"{share:.4f}"
 
 

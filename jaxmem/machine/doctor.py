@@ -143,7 +143,7 @@ def _check(feature: str, works: bool, remedy: str | None, use: str = "") -> Json
 
 
 def _gpu_check(findings: JsonDict) -> JsonDict:
-    works = any(device["platform"] in {"gpu", "cuda", "rocm"} for device in findings["devices"])
+    works = any(device["platform"] == "gpu" for device in findings["devices"])
     return _check("GPU", works, None if works else _gpu_remedy(findings))
 
 

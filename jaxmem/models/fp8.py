@@ -34,7 +34,7 @@ from jaxmem.sharding.table import Axes, axis_name
 
 SCOPE = "fp8_matmul"  # the scope of the dots, by which plans recognize them
 MIN_CAPABILITY = 89  # the first GPUs with FP8 matmuls have compute capability 8.9
-MXFP8_CAPABILITY = 100
+MXFP8_MAJOR = 10  # cuDNN documents matmuls with block scales for compute capability 10.x, not for 12.x
 VALUES, GRADIENTS = jnp.float8_e4m3fn, jnp.float8_e5m2
 BLOCK = 32  # values per scale of `mxfp8`
 Dims = tuple[int, ...]

@@ -13,7 +13,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ class CompiledProgram:
     @property
     def total(self) -> int:
         """Bytes of device memory."""
-        return _sum(self.sizes)
+        return _sum(self.sizes) if self.executable is None else total_of(self.executable)
 
     @cached_property
     def host_total(self) -> int:
@@ -81,7 +81,7 @@ def _sum(sizes: Mapping[str, int]) -> int:
 def compile_program(lowered: jax.stages.Lowered, *, here: bool, runs: bool = True) -> CompiledProgram:
     """Compiles a program. `here`: whether the devices are those of this machine; `runs`: false if it never runs."""
     with contextlib.nullcontext() if here else without_cache():
-        return _compile(lowered, here, runs)
+        return _with_assignment(lowered, _compile(lowered, here, runs))
 
 
 def compile_all(
@@ -92,7 +92,8 @@ def compile_all(
     with contextlib.nullcontext() if here else without_cache(), ThreadPoolExecutor(1 + len(others)) as pool:
         compiled = pool.submit(_compile, step, here, True)
         programs = {name: pool.submit(_compile, lower(), here, True) for name, lower in others.items()}
-        return compiled.result(), {name: program.result().total for name, program in programs.items()}
+        totals = {name: program.result().total for name, program in programs.items()}
+    return _with_assignment(step, compiled.result()), totals
 
 
 def check_stages(module: Module, stages: int) -> None:
@@ -115,7 +116,19 @@ def check_stages(module: Module, stages: int) -> None:
 
 def total_of(executable: Any) -> int:
     """Bytes of device memory that a compiled program needs."""
-    return _sum(sizes_of(executable.memory_analysis().serialized_buffer_assignment_proto, on_host=False))
+    sizes = executable.memory_analysis()
+    outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return sizes.argument_size_in_bytes + outputs + sizes.temp_size_in_bytes
+
+
+def _with_assignment(lowered: jax.stages.Lowered, program: CompiledProgram) -> CompiledProgram:
+    """The program with its module and buffer assignment, which a GPU's program from jax's cache may not have; they are
+    compiled again, without code generation."""
+    if program.assignment:
+        return program
+    with without_cache():
+        module, assignment = compile_elsewhere(lowered, kernels={})
+    return replace(program, serialized_module=module, assignment=assignment)
 
 
 def _compile(lowered: jax.stages.Lowered, here: bool, runs: bool) -> CompiledProgram:

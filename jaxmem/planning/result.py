@@ -15,6 +15,7 @@ from jaxmem.estimate.memory import predict
 from jaxmem.estimate.passes import passes_of
 from jaxmem.estimate.state import bytes_on_device
 from jaxmem.machine.console import Printed
+from jaxmem.machine.devices import reserve_gpu_memory
 from jaxmem.planning.breakdown import Breakdown, known_shapes
 from jaxmem.planning.budget import check_size, resolve_remat
 from jaxmem.planning.buffers import read_allocations
@@ -307,6 +308,8 @@ def plan(
         **options: `method` (a name in `config.methods.METHODS`), `sequence_length`, `batch`, `overrides`.
     """
     start = time.perf_counter()
+    if target is None:
+        reserve_gpu_memory()
     aim = local_target(jax.devices()) if target is None else parse_target(target)
     cfg = run_config(source, devices=aim.count, **options)
     if target is None:

@@ -45,6 +45,7 @@ def compile_target(target: str | None) -> Target:
         return aim
     import jax
 
+    devices.reserve_gpu_memory()
     here = local_target(jax.devices())
     if here.gpu is None and not here.is_cpu:
         raise UserError(

@@ -7,7 +7,7 @@ from flax import nnx
 from jaxmem.config import Precision
 from jaxmem.config.names import split_stack
 from jaxmem.errors import UserError, nearest
-from jaxmem.models.fp8 import MIN_CAPABILITY, MXFP8_CAPABILITY
+from jaxmem.models.fp8 import MIN_CAPABILITY, MXFP8_MAJOR
 from jaxmem.models.linear import Linear
 
 OUTPUT = "head"  # never in FP8: a decoder's logits are also computed in slices of this layer's weight
@@ -19,8 +19,8 @@ def use_fp8(network: Any, precision: Precision, capability: int | None) -> None:
     if capability is not None and capability < MIN_CAPABILITY:
         given = f"precision.compute=fp8 requires compute capability 8.9, not {capability / 10:.1f}"
         raise UserError(f"{given}; use precision.compute=bfloat16")
-    if capability is not None and capability < MXFP8_CAPABILITY and precision.fp8_scaling == "mxfp8":
-        given = f"precision.fp8_scaling=mxfp8 requires compute capability 10.0, not {capability / 10:.1f}"
+    if capability is not None and capability // 10 != MXFP8_MAJOR and precision.fp8_scaling == "mxfp8":
+        given = f"precision.fp8_scaling=mxfp8 requires compute capability {MXFP8_MAJOR}.x, not {capability / 10:.1f}"
         raise UserError(f"{given}; use precision.fp8_scaling=tensor or row")
     modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(network)}
     layers = {split_stack(name)[0]: module for name, module in modules.items() if isinstance(module, Linear)}

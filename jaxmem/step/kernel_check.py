@@ -38,13 +38,18 @@ ROWS, COLUMNS = 512, 1024  # shape of the weights in matmuls and updates
 EXPERT_COUNT = 4
 MAX_ERROR_EPS = 8  # largest error, in units of the machine epsilon times the largest value
 MAX_CHANGED_CODES = 1e-3  # share of integer codes that may differ by 1: values may be near the border of two codes
+# Packages whose versions determine what a kernel computes.
+PACKAGES = (
+    *("jax", "jaxlib", "jax-triton", "jaxmem", "triton"),
+    *("nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-cuda-nvcc"),
+)
 
 
-def refuse_gpu_kernels(cfg: Config) -> None:
+def refuse_gpu_kernels(cfg: Config, platform: str) -> None:
     """Refuses kernels that a CPU cannot run."""
     for key in (ATTENTION, EXPERTS, UPDATE):
         value = value_of(cfg, key)
-        if value in ("cudnn", "triton") and triton_launch.INTERPRETER is None:
+        if platform == "cpu" and value in ("cudnn", "triton") and triton_launch.INTERPRETER is None:
             raise UserError(f"{key}={value} needs an NVIDIA GPU; use {key}=auto")
 
 
@@ -94,8 +99,8 @@ def kernel_failure(setting: str, implementation: str, call: Request | str) -> st
     device = jax.local_devices()[0]
     if isinstance(call, Request):
         call = dataclasses.replace(call, queries=LENGTH, keys=LENGTH, batch=2, heads=4, max_segments=4)
-    # The version of the platform has that of CUDA and of the driver.
-    versions = package_versions(("jax", "jaxlib", "jax-triton", "jaxmem")) | {"": device.client.platform_version}
+    # The version of the platform has those of CUDA and of the driver.
+    versions = package_versions(PACKAGES) | {"": device.client.platform_version}
     facts = [device.device_kind, versions, setting, implementation, str(call)]
     seen = _directory() / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
     if seen.exists():
@@ -114,7 +119,8 @@ def kernel_failure(setting: str, implementation: str, call: Request | str) -> st
 
 def _difference_from_plain(setting: str, implementation: str, call: Any) -> str | None:
     plain, results = _CHECKS[setting]
-    expected = results(call, plain)
+    with jax.default_matmul_precision("highest"):  # GPUs would round operands in float32 to TF32
+        expected = results(call, plain)
     for name, x in results(call, implementation).items():
         if why := _difference_beyond_limit(np.asarray(x), np.asarray(expected[name])):
             return f"its {name} differs from plain JAX's by {why}"

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 
 from jaxmem.errors import UserError
+from jaxmem.machine.devices import HOST_LIMIT
 from jaxmem.machine.files import write_file
 from jaxmem.machine.gpus import GIB
 from jaxmem.planning.result import Plan
@@ -71,6 +72,11 @@ def explained_out_of_memory(plan: Plan) -> Iterator[None]:
         message = str(error)
         if "RESOURCE_EXHAUSTED" not in message:
             raise
+        if "host memory" in message:
+            raise OutOfMemoryError(
+                f"{plan.program.cfg.name}: out of pinned host memory; set {HOST_LIMIT} to more than the"
+                f" {format_bytes(plan.host_bytes)} per device that are planned"
+            ) from error
         in_use = device_memory().get("bytes_in_use")
         requested = _requested(message)
         budget = rounded_down(max(_available(plan, in_use, requested), 1) / GIB)

@@ -32,7 +32,7 @@ from jaxmem.distributed.agree import DelayedMax, any_process, gather, serialized
 from jaxmem.distributed.cluster import jobs
 from jaxmem.distributed.join import failing_together
 from jaxmem.errors import UserError
-from jaxmem.machine.devices import cache_compiled_programs, peak_flops
+from jaxmem.machine.devices import cache_compiled_programs, peak_flops, reserve_gpu_memory
 from jaxmem.machine.terminal import say, say_text
 from jaxmem.step.programs import Program, program
 from jaxmem.step.state import TrainState
@@ -104,6 +104,7 @@ def run(
     `parts`: a model, loss, data or optimizer of a script instead of those in the config, see
     docs/how-to/from-a-script.md.
     """
+    reserve_gpu_memory()
     cfg = config_with(cfg, **parts)
     with requeued_before_training(), ExitStack() as locks:
         for key, place in locked_places(cfg).items():
@@ -114,9 +115,11 @@ def run(
 
 def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
     from jaxmem.inference.evaluate import Evaluator
+    from jaxmem.inference.load import with_passing_kernels
     from jaxmem.planning.budget import resolve_remat
     from jaxmem.planning.result import plan_program
     from jaxmem.planning.targets import local_target
+    from jaxmem.step.kernel_check import refuse_gpu_kernels
     from jaxmem.training.memory_check import PeakCheck, check_fits, explained_out_of_memory
 
     check_trackers(cfg.train.trackers)
@@ -128,7 +131,8 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
     refuse_links(directory)
     refuse_links(checkpoint_path)
     cfg = resuming_own_checkpoints(cfg, checkpoint_path)
-    cfg = _check_kernels(cfg, devices)
+    refuse_gpu_kernels(cfg, devices[0].platform)
+    cfg = with_passing_kernels(cfg, devices)
     resolved, remat_why = resolve_remat(cfg, local_target(devices))
     built = program(resolved, devices)
     elastic = lines.elastic_line(cfg, built.cfg)
@@ -264,23 +268,6 @@ def _preflight(cluster: Cluster) -> None:
         lines = preflight()
         if jax.process_index() == 0:
             say(*lines)
-
-
-def _check_kernels(cfg: Config, devices: Sequence[jax.Device]) -> Config:
-    """The config with kernels that passed their check on these devices."""
-    from jaxmem.step.kernel_check import checked_kernels, refuse_gpu_kernels
-
-    if devices[0].platform == "cpu":
-        refuse_gpu_kernels(cfg)
-        return cfg
-    built = program(cfg, devices)
-    settings, failures = checked_kernels(built.cfg, built.platform, built.model.execution.capability, any_process)
-    for line in failures:
-        say(line)
-    for setting, implementation in settings.items():
-        section, key = setting.split(".")
-        cfg = cfg.replace(**{section: {key: implementation}})
-    return cfg
 
 
 def _checkpoints(section: Checkpoint, path: epath.Path) -> Checkpoints:

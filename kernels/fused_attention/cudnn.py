@@ -89,7 +89,7 @@ def _call(q: jax.Array, k: jax.Array, options: Options, extras: Extras) -> tuple
     masked = options.causal or options.window is not None
     window = options.window
     call = CudnnCall(batch, length, k.shape[1], heads, k.shape[2], dim, options.scale, masked, window, segments)
-    return call, None if segments == 1 or extras.segment_ids is None else PackedDocuments.of(call, extras.segment_ids)
+    return call, None if extras.segment_ids is None else PackedDocuments.of(call, extras.segment_ids)
 
 
 def _gradients_by_heads(

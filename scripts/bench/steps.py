@@ -92,6 +92,7 @@ def main() -> None:
         devices.simulate(options.simulate)
     else:
         devices.use_cpu_without_gpu()
+        devices.reserve_gpu_memory()
     try:
         row = measure_step(load_config(json.load(sys.stdin)), options.steps)
     except Exception as error:  # noqa: BLE001 (each compiler has errors of its own)

@@ -1,8 +1,10 @@
 """A run is opened with the tokenizer that it was trained with, and on any number of devices."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmem import hf, models
+from jaxmem import hf, inference, models
 from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.checkpoint.metrics import parse_row
 from jaxmem.checkpoint.same_run import refuse_changes
@@ -22,6 +24,7 @@ from jaxmem.inference.evaluate import Evaluator, _settings_of, evaluate
 from jaxmem.inference.export import export_model
 from jaxmem.inference.generate import Generator
 from jaxmem.inference.load import initial_state, model_config, open_model
+from jaxmem.step import kernel_check
 from jaxmem.step.programs import Program, program
 
 MODEL = {"vocab": 264, "layers": 4, "embed": 16, "mlp": 16, "heads": 2, "kv_heads": 1, "head_dim": 8}
@@ -162,3 +165,18 @@ def test_the_sums_of_an_evaluation_are_not_rounded(tmp_path: Path, monkeypatch: 
         batches = iter([1e30])
         row = {"step": 1, **evaluator(None, 1)}
     assert parse_row(json.dumps(row)) == row  # also with the largest perplexity
+
+
+def test_inference_does_not_use_a_kernel_that_fails_its_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An export, which computes nothing, checks nothing."""
+    cfg = load_config(settings())
+    built = program(cfg, jax.devices()[:1])
+    failure = {"memory.attention": "reference"}, ["warning: memory.attention=triton failed its check"]
+    monkeypatch.setattr(kernel_check, "checked_kernels", lambda *_: failure)
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="gpu")])
+    monkeypatch.setattr(inference.load, "program", lambda cfg, _: dataclasses.replace(built, cfg=cfg))
+    assert inference.load._program(cfg, True).cfg.memory.attention == "reference"
+    assert capsys.readouterr().err == "warning: memory.attention=triton failed its check\n"
+    assert inference.load._program(cfg, False).cfg.memory.attention == "auto"

@@ -1,5 +1,6 @@
 """Which implementation runs, and when its module is imported."""
 
+import importlib
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -52,6 +53,25 @@ def test_the_capability_is_that_of_the_device(platform, number):
     assert support.capability(SimpleNamespace(platform=platform, compute_capability="9.0")) == number
 
 
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        ("NVIDIA RTX 5000 Ada Generation", 89),  # installed; its name begins like that of an RTX 5090
+        ("NVIDIA RTX 5090 like NVIDIA RTX PRO 6000", 120),
+        ("NVIDIA A100 like NVIDIA A10", 86),
+        ("NVIDIA A100 like NVIDIA A100", 80),
+        ("NVIDIA L40S like NVIDIA L4", 89),
+        ("cpu", None),
+    ],
+)
+def test_the_name_of_a_gpu_counts_only_if_it_is_not_installed(kind, number, monkeypatch):
+    card = SimpleNamespace(platform="gpu", device_kind="NVIDIA RTX 5000 Ada Generation", compute_capability="8.9")
+    monkeypatch.setattr(jax, "devices", lambda: [card])
+    mesh = SimpleNamespace(abstract_device=SimpleNamespace(device_kind=kind))
+    monkeypatch.setattr(jax.sharding, "get_abstract_mesh", lambda: mesh)
+    assert support.capability() == number
+
+
 def test_both_spellings_of_jax_triton(monkeypatch):
     """0.4 renames two arguments, and takes the unused parameters by name."""
     told = []
@@ -74,9 +94,26 @@ def test_both_spellings_of_jax_triton(monkeypatch):
         outputs = triton_launch.launch(kernel, [array], [jax.ShapeDtypeStruct((2,), jnp.float32)], how)
         assert [x.shape for x in outputs] == [(2,), (4,)]
     assert [options["input_output_aliases"] for options in told] == [{0: 1}, {0: 1}]
-    assert told[0]["backend_options"]["ptx_version"] == triton_launch.PTX
+    assert told[0]["backend_options"] == {"enable_fp_fusion": True}
     assert "unused" in told[0]
     assert told[1]["enable_fp_fusion"] is True
+
+
+def test_ptx_has_the_version_that_the_gpu_needs(monkeypatch):
+    """Not Triton's newest, which needs a newer ptxas. The compute capability is passed by jax-triton 0.3, the target by
+    0.4."""
+    versions = []
+
+    def compiled(module, backend, options, *_):
+        versions.append(options.ptx_version)
+        return SimpleNamespace(name="kernel", shared_mem_bytes=0)
+
+    library = importlib.import_module("jax_triton.triton_lib")
+    monkeypatch.setattr(library, "compile_ttir_inplace", compiled)
+    triton_launch._triton_call.__wrapped__()
+    for target in (80, 120, SimpleNamespace(arch=103), SimpleNamespace(arch=110)):
+        library.compile_ttir_inplace(None, None, library.cb.CUDAOptions(), target)
+    assert versions == [87, 87, 88, 90]
 
 
 @pytest.mark.exhaustive

@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -76,6 +77,31 @@ def test_every_kernel_fits_each_gpu(along, target, tmp_path, monkeypatch):
 def test_plain_jax_has_no_kernel_call():
     assert {*ADAM8_UPDATE} == {"reference", "triton"}
     assert CALL not in compiled("reference", "rows", TARGETS[0]).as_text()
+
+
+LOWERED = """
+import sys
+import jax
+import jax.numpy as jnp
+import jax_triton
+from jaxmem.kernels import int8_add, triton_launch
+
+jax_triton.triton_lib._JAX_TRITON_DUMP_DIR = sys.argv[1]
+shapes = ((256, 256), jnp.int8), ((1, 256), jnp.float32), ((256, 256), jnp.float32), ((1, 256), jnp.uint32)
+for capability in (90, 103, 121):
+    triton_launch.capability = lambda: capability
+    run = jax.jit(lambda *arrays: int8_add(*arrays, implementation="triton"))
+    run.trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)).lower(lowering_platforms=("cuda",))
+"""
+
+
+@pytest.mark.exhaustive
+def test_llvm_compiles_for_gpus_that_the_table_does_not_have(tmp_path):
+    """In another process, since LLVM ends its process if the version of PTX is older than the GPU."""
+    subprocess.run([sys.executable, "-c", LOWERED, tmp_path], check=True)
+    texts = [source.read_text() for source in tmp_path.rglob("*.ptx")]
+    pairs = {(re.search(r"\.target (\w+)", text)[1], re.search(r"\.version (\S+)", text)[1]) for text in texts}
+    assert pairs == {("sm_90a", "8.7"), ("sm_103a", "8.8"), ("sm_121a", "8.8")}
 
 
 def lowered(run, target, *shapes):

@@ -1,6 +1,7 @@
 """Compiling for GPUs that are not here."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -8,8 +9,16 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmem.models import vocab_slices
+from jaxmem.planning import compile as compiling
 from jaxmem.planning.buffers import sizes_of
-from jaxmem.planning.compile import UNTIMED, compile_elsewhere, compile_program, replicated_arrays, without_cache
+from jaxmem.planning.compile import (
+    UNTIMED,
+    compile_all,
+    compile_elsewhere,
+    compile_program,
+    replicated_arrays,
+    without_cache,
+)
 from jaxmem.planning.hlo import read_module, total_flops
 from jaxmem.planning.hlo_proto import HloProto
 from jaxmem.planning.targets import parse_target, target_devices
@@ -121,3 +130,32 @@ def test_all_kernels_are_tried_if_a_matmul_has_no_default_kernel():
     compile_elsewhere(Lowered(), {"xla_option": True})
     assert [options["xla_gpu_autotune_level"] for options in seen] == ["0", "1"]
     assert all(options["xla_option"] for options in seen)
+
+
+def test_a_program_from_jax_s_cache_without_assignment_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As GPUs may return it."""
+    lowered = jax.jit(lambda x: (x @ x, x.sum())).lower(jnp.ones((64, 64)))
+    right = compile_program(lowered, here=True)
+    restored = SimpleNamespace(
+        memory_analysis=lambda: SimpleNamespace(
+            serialized_buffer_assignment_proto=b"",
+            argument_size_in_bytes=right.sizes["arguments"],
+            output_size_in_bytes=right.sizes["outputs"],
+            alias_size_in_bytes=right.sizes["aliased"],
+            temp_size_in_bytes=right.sizes["temporaries"],
+        ),
+        runtime_executable=jax.jit(lambda x: x).lower(1.0).compile().runtime_executable,
+    )
+
+    def again(_: Any, **__: Any) -> tuple[bytes, bytes]:
+        assert not jax.config.jax_enable_compilation_cache
+        return right.serialized_module, right.assignment
+
+    lowered = SimpleNamespace(as_text=lowered.as_text, compile=lambda **_: restored)
+    monkeypatch.setattr(compiling, "compile_elsewhere", again)
+    step, totals = compile_all(lowered, {"evaluate": lambda: lowered}, here=True)
+    for program_ in (step, compile_program(lowered, here=True)):
+        assert (program_.serialized_module, program_.assignment) == (right.serialized_module, right.assignment)
+        assert program_.executable is restored
+        assert program_.total == right.total > 0
+    assert totals == {"evaluate": right.total}

@@ -74,15 +74,16 @@ def test_what_is_refused(sections, message):
         selected(config(**sections))
 
 
-def test_older_gpus_are_refused():
+def test_gpus_without_the_matmuls_are_refused():
     cfg = config(precision=fp8())
     assert ModelSpec(cfg, ExecutionSpec(cfg, "gpu", 89)).graphdef
     with pytest.raises(UserError, match=r"requires compute capability 8.9, not 8.0; use precision.compute=bfloat16"):
         ModelSpec(cfg, ExecutionSpec(cfg, "gpu", 80)).graphdef  # noqa: B018
     cfg = config(precision=fp8("mxfp8"))
     assert ModelSpec(cfg, ExecutionSpec(cfg, "gpu", 100)).graphdef
-    with pytest.raises(UserError, match=r"10.0, not 9.0; use precision.fp8_scaling=tensor or row"):
-        ModelSpec(cfg, ExecutionSpec(cfg, "gpu", 90)).graphdef  # noqa: B018
+    for capability, number in ((90, "9.0"), (120, "12.0")):
+        with pytest.raises(UserError, match=rf"10.x, not {number}; use precision.fp8_scaling=tensor or row"):
+            ModelSpec(cfg, ExecutionSpec(cfg, "gpu", capability)).graphdef  # noqa: B018
 
 
 @pytest.mark.exhaustive

@@ -3,6 +3,7 @@
 import importlib
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from jaxmem.config import load_config
@@ -33,12 +34,29 @@ def test_a_right_kernel_passes_once(monkeypatch):
 
 
 def test_a_kernel_that_passed_is_checked_again_with_other_versions(monkeypatch):
+    versions = {}
+    monkeypatch.setattr(kernel_check, "package_versions", lambda names: {name: versions.get(name) for name in names})
     monkeypatch.setattr(kernel_check, "_difference_from_plain", lambda *_: None)
     assert kernel_failure("memory.attention", "cudnn", CALL) is None
     monkeypatch.setattr(kernel_check, "_difference_from_plain", lambda *_: "wrong")
     assert kernel_failure("memory.attention", "cudnn", CALL) is None
-    monkeypatch.setattr(kernel_check, "package_versions", lambda _: {"jax-triton": "9"})
-    assert kernel_failure("memory.attention", "cudnn", CALL) == "wrong"
+    for package in ("jax-triton", "triton", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-cuda-nvcc"):
+        versions.clear()
+        versions[package] = "9"
+        assert kernel_failure("memory.attention", "cudnn", CALL) == "wrong"
+
+
+def test_the_expected_results_are_of_full_precision(monkeypatch):
+    """GPUs round operands in float32 to TF32 by default; the kernel is checked with the precision of a run."""
+    precisions = {}
+
+    def results(_, implementation):
+        precisions[implementation] = jax.config.jax_default_matmul_precision
+        return {}
+
+    monkeypatch.setitem(kernel_check._CHECKS, "memory.experts", ("blockwise", results))
+    assert kernel_failure("memory.experts", "triton", "dense float32") is None
+    assert precisions == {"blockwise": "highest", "triton": None}
 
 
 @pytest.mark.exhaustive
@@ -131,7 +149,7 @@ def test_a_cpu_refuses_kernels_of_gpus(monkeypatch):
     )
     monkeypatch.setattr(triton_launch, "INTERPRETER", None)
     with pytest.raises(UserError, match=r"optimizer.kernel=triton .*use optimizer.kernel=auto"):
-        kernel_check.refuse_gpu_kernels(kernels)
+        kernel_check.refuse_gpu_kernels(kernels, "cpu")
 
 
 def test_a_failure_in_another_process_counts(monkeypatch):

@@ -1,5 +1,6 @@
 """A run that does not fit stops and names the search for one that does; measured memory stands beside planned."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -10,14 +11,19 @@ import jax
 import pytest
 
 from jaxmem.config import load_config
+from jaxmem.distributed import join, rendezvous
+from jaxmem.distributed.cluster import Cluster
 from jaxmem.estimate.state import bytes_on_device
+from jaxmem.inference import load
 from jaxmem.machine import devices
 from jaxmem.machine.gpus import GIB, GPUS, reserved
+from jaxmem.planning import result
 from jaxmem.planning.result import Plan, plan_program
 from jaxmem.planning.targets import local_target
 from jaxmem.planning.units import format_bytes
+from jaxmem.search.fit import fit
 from jaxmem.step.programs import program
-from jaxmem.training import memory_check
+from jaxmem.training import memory_check, run
 from jaxmem.training.memory_check import (
     DoesNotFitError,
     OutOfMemoryError,
@@ -94,6 +100,16 @@ def test_memory_that_runs_out_in_spite_of_the_plan(plan: Plan, monkeypatch: pyte
         raise jax.errors.JaxRuntimeError("INTERNAL: another")
 
 
+def test_host_memory_that_runs_out_names_xla_s_limit(plan: Plan) -> None:
+    text = (
+        "RESOURCE_EXHAUSTED: Out of host memory while trying to allocate 1 bytes. Please set the environment variable"
+        " XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB to allocate larger host memory than the default 64 GB."
+    )
+    line = f"out of pinned host memory; set {devices.HOST_LIMIT} to more than"
+    with pytest.raises(OutOfMemoryError, match=line), explained_out_of_memory(plan):
+        raise jax.errors.JaxRuntimeError(text)
+
+
 def test_a_budget_is_a_limit_of_one_s_own(plan: Plan) -> None:
     gib = 0.5 * plan.compiled_step.total / GIB
     cfg = plan.program.cfg.model_copy(update={"memory": plan.program.cfg.memory.model_copy(update={"budget": gib})})
@@ -147,15 +163,52 @@ def test_jax_takes_what_a_plan_counts_on(monkeypatch: pytest.MonkeyPatch) -> Non
     gpu = GPUS["a100-80gb"]
     monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: True)
     monkeypatch.setattr(devices, "nvidia_gpus", lambda: [{"memory": gpu.memory}] * 8)
-    for name in (*devices._FRACTIONS, "CUDA_VISIBLE_DEVICES"):
+    monkeypatch.setattr(devices, "host_memory", lambda: {"available": 2000 * GIB})
+    for name in (*devices._FRACTIONS, "CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
+    monkeypatch.setenv(devices.HOST_LIMIT, "100")
     devices.reserve_gpu_memory()
     assert devices.os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.5"  # the user's own
+    assert devices.os.environ[devices.HOST_LIMIT] == "100"
+    monkeypatch.delenv(devices.HOST_LIMIT)
+    devices.reserve_gpu_memory()
+    assert devices.os.environ[devices.HOST_LIMIT] == "225"  # of nine tenths, shared by 8
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")
     devices.reserve_gpu_memory()
     share = float(devices.os.environ["XLA_CLIENT_MEM_FRACTION"])
     assert share * gpu.memory == pytest.approx(gpu.memory - reserved(8), rel=1e-4)
+
+
+def stopped(*_: object) -> None:
+    raise InterruptedError
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_gpu_of_several_processes_has_room_for_nccl(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if each process sees one GPU, as with Slurm's --gpus-per-task=1: plans of several GPUs subtract as much."""
+    gpu = GPUS["a100-80gb"]
+    monkeypatch.setattr(devices.os, "environ", {})
+    monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(devices, "nvidia_gpus", lambda: [{"memory": gpu.memory}])
+    cluster = Cluster("localhost:1234", processes, 0)
+    monkeypatch.setattr(join, "find", lambda _: cluster if processes > 1 else None)
+    monkeypatch.setattr(rendezvous, "rendezvous", stopped)  # before jax starts
+    with contextlib.suppress(InterruptedError):
+        join.join()
+    share = float(devices.os.environ["XLA_CLIENT_MEM_FRACTION"])
+    assert share * gpu.memory == pytest.approx(gpu.memory - reserved(processes), rel=1e-4)
+
+
+def test_functions_for_scripts_reserve_before_jax_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (load, result, run):
+        monkeypatch.setattr(module, "reserve_gpu_memory", stopped)
+    monkeypatch.setattr(devices, "reserve_gpu_memory", stopped)
+    monkeypatch.setattr(jax, "devices", lambda: pytest.fail("jax has started"))
+    cfg = load_config(CONFIG)
+    for call in (lambda: run.run(cfg), lambda: result.plan(cfg), lambda: fit(cfg), lambda: load._program(cfg, True)):
+        with pytest.raises(InterruptedError):
+            call()
 
 
 def test_a_plan_for_a_device_that_is_here_takes_off_what_jax_leaves(plan: Plan) -> None:
