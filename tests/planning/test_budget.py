@@ -14,9 +14,10 @@ from jaxmem.planning.compile import compile_program
 from jaxmem.planning.hlo import total_flops
 from jaxmem.planning.result import plan
 from jaxmem.planning.targets import parse_target, target_devices, usable_memory
-from jaxmem.step.categories import ROLE_OF_CATEGORY
+from jaxmem.step.categories import ROLE_OF_CATEGORY, SAVED
 from jaxmem.step.programs import program
 from tests.planning.conftest import SMALL, config
+from tests.support.tiers import exhaustive
 
 DEEP = {**SMALL, "layers": 8, "embed": 64, "mlp": 192, "head_dim": 16}
 NAMED = ("dots", "recursive")
@@ -55,6 +56,17 @@ def test_rungs_keep_and_repeat_what_jax_does_and_no_policy_beats_them() -> None:
         kept, flops = traced(cfg.replace(memory={"remat": remat}))
         seconds = (flops - least) / gpu.matmul_rate("bfloat16") + others
         assert [rung for rung in ladder if rung.saved <= kept][-1].recomputed <= seconds, remat
+
+
+@pytest.mark.parametrize(("stages", "rounds"), [exhaustive(4, 1), exhaustive(4, 2), (8, 4)])
+def test_policies_of_a_pipeline_save_what_the_estimate_says(stages: int, rounds: int) -> None:
+    sections = {"data": {"sequence_length": 128}, "batch": {"global_size": 8, "accumulate": 8}}
+    pipelined = {"mesh": {"stage": stages}, "pipeline": {"rounds": rounds}}
+    cfg = for_devices(config(model={**DEEP, "layers": 32}, **sections, **pipelined), stages)
+    ladder, _ = candidates(cfg, "gpu", GPUS["h100-80gb"])
+    assert len(ladder) > 1
+    for policy in (ladder[0], ladder[len(ladder) // 2]):
+        assert policy.saved == estimate(cfg.replace(memory={"remat": policy.remat}), "gpu").kinds[SAVED], policy.remat
 
 
 @pytest.mark.parametrize(("slope", "beside"), [(1.0, 1000), (0.6, 900), (1.1, 1100)])
