@@ -21,7 +21,7 @@ from jaxmem.planning.compile import compile_program
 from jaxmem.planning.result import Plan
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.step.programs import Program, program
-from tests.planning.conftest import config, plan_here
+from tests.planning.conftest import SMALL, config, plan_here
 from tests.support.tiers import exhaustive
 
 WIDE = {
@@ -194,6 +194,25 @@ def test_an_update_during_the_backward_pass_needs_fewer_bytes_with_pipeline_stag
         totals[update] = step.total
     layer = 4 * (built.model.parameter_count - 2 * WIDE["vocab"] * WIDE["embed"]) / WIDE["layers"]
     assert totals["after"] - totals["during"] > 0.8 * (WIDE["layers"] / 2 - 1) * layer
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layers", "alone"),
+    [
+        ({"every": 2, "dense_mlp": 48}, 8, {"every": 2, "dense_mlp": 48}),
+        exhaustive({"dense_layers": [0], "dense_mlp": 512}, 9, {}),
+    ],
+)
+def test_a_group_of_a_pipeline_stage_has_whole_periods_of_layers(pattern: dict, layers: int, alone: dict) -> None:
+    """Of the second model, the first layer is not in a pipeline stage."""
+
+    def saved(layers: int, stages: int, pattern: dict) -> int:
+        experts = {"count": 4, "top_k": 2, **pattern}
+        model = {**SMALL, "qk_norm": True, "layers": layers, "experts": experts}
+        sections = {"mesh": {"stage": stages}, "batch": {"global_size": 8, "accumulate": 8}}
+        return passes_of(for_devices(config(model=model, **sections), stages), "gpu").saved
+
+    assert saved(layers, 2, pattern) == saved(4, 1, alone)
 
 
 @pytest.mark.parametrize(("zero", "split"), [(1, 1), (3, 4)])
