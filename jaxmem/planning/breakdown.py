@@ -116,7 +116,7 @@ class Breakdown:
         return [(allocation, peak_of(allocation, self.lifetimes)) for allocation in temporaries]
 
     def permanent(self, *, on_host: bool = False) -> Iterator[NamedBuffer]:
-        """Arguments and results, which are in memory during the entire step."""
+        """Arguments, results and constants, which are in memory during the entire step."""
         inputs = {
             instruction.number: instruction
             for instruction in self.module.entry.instructions
@@ -130,10 +130,11 @@ class Breakdown:
                 path = inputs[allocation.parameter].op_name
                 shape = inputs[allocation.parameter].shape
                 yield NamedBuffer(category_of(path), "argument", allocation.size, path, "", shape)
-            elif allocation.kind == "output":
+            elif allocation.kind in ("output", "constant"):
+                kind = "result" if allocation.kind == "output" else "constant"
                 largest = max(allocation.buffers, key=lambda buffer: buffer.size)
                 made_by = largest.aliases[0][0].op_name
-                yield NamedBuffer("other", "result", allocation.size, str(largest.shape), made_by, largest.shape)
+                yield NamedBuffer("other", kind, allocation.size, str(largest.shape), made_by, largest.shape)
 
     @cached_property
     def _origins(self) -> dict[Instruction, Result]:

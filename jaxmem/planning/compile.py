@@ -60,7 +60,7 @@ class CompiledProgram:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Bytes per device: arguments, outputs, aliased, temporaries."""
+        """Bytes per device: arguments, outputs, aliased, temporaries, constants."""
         return sizes_of(self.assignment, on_host=False)
 
     @property
@@ -75,7 +75,7 @@ class CompiledProgram:
 
 
 def _sum(sizes: Mapping[str, int]) -> int:
-    return sizes["arguments"] + sizes["outputs"] - sizes["aliased"] + sizes["temporaries"]
+    return sizes["arguments"] + sizes["outputs"] - sizes["aliased"] + sizes["temporaries"] + sizes["constants"]
 
 
 def compile_program(lowered: jax.stages.Lowered, *, here: bool, runs: bool = True) -> CompiledProgram:
