@@ -249,7 +249,7 @@ def _from_file(path: Path) -> Gpu:
         raise UserError(f"target {path}: cannot be read: {reason}") from error
     if not isinstance(given, dict):
         raise UserError(f"target {path}: expected fields such as memory_gib: 24, not {as_yaml(given)}")
-    spec: JsonDict = {"name": path.stem, "kind": path.stem}
+    spec: JsonDict = {"name": path.stem, "kind": path.stem, "link_group": Gpu.link_group}
     if (like := given.pop("like", None)) is not None:
         if like not in GPUS:
             raise UserError(f"target {path}: like={as_yaml(like)} is unknown{nearest(like, GPUS)}")
