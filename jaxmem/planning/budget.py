@@ -81,11 +81,11 @@ def resolve_remat(
     ladder, layers = candidates(resolved, platform, target.gpu or CPU)
     if not layers:
         return cfg.replace(memory={"remat": "none"}), "auto: the model has no stack of layers"
-    devices = target_devices(target, UNLIMITED_FACTOR * limit)
 
     def needed(candidate: PolicyCandidate) -> int:
         policy = candidate.remat.model_dump() if isinstance(candidate.remat, Save) else candidate.remat
         progress(f"compiling the step with memory.remat={as_yaml(policy)} ...")
+        devices = target_devices(target, UNLIMITED_FACTOR * limit)
         built = program(cfg.replace(memory={"remat": candidate.remat}), devices)
         return compile_program(built.lower_step(), here=target.is_here, runs=False).total
 

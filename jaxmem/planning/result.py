@@ -312,8 +312,9 @@ def plan(
     if target is None:
         check_size(cfg, aim)
     limit = usable_memory(aim, cfg.memory, reserve_gib)
+    planned_devices = target_devices(aim, limit)  # before an estimate starts jax: a CPU is then simulated as several
     cfg, why = resolve_remat(cfg, aim, reserve_gib, progress=progress)
-    built = program(cfg, target_devices(aim, limit))
+    built = program(cfg, planned_devices)
     progress(f"compiling {cfg.name} for {aim.name} ...")
     with replicated_arrays() as replicated:
         step, others = compile_all(built.lower_step(), built.lower_others(), here=aim.is_here)

@@ -1,5 +1,9 @@
 """What `memory.remat: auto` chooses: by jax's own trace, by what is compiled, against every policy with a name."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from jaxmem.config import Config, Save, load_config
@@ -116,12 +120,25 @@ def test_a_small_gain_is_not_compiled() -> None:
 
 
 @pytest.mark.parametrize(("gib", "remat"), [(64, "none"), (1e-4, "slots_1")])
-def test_on_a_cpu_the_estimate_decides(gib: float, remat: str) -> None:
+def test_on_a_cpu_the_estimate_decides(gib: float, remat: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without devices, which jax may not have any more if it runs."""
+    monkeypatch.delattr(budget, "target_devices")
     asked = given(remat="auto", budget=gib)
     chosen, why = resolve_remat(asked, parse_target("cpu:1"))
     assert chosen.memory.remat == remat
     assert why is not None
     assert resolve_remat(chosen, parse_target("cpu:1")) == (chosen, None)
+
+
+@pytest.mark.exhaustive
+def test_a_plan_simulates_devices_before_it_estimates() -> None:
+    """In a new process, since jax then has as many devices as at its start."""
+    given = {"name": "small", "model": SMALL, "batch": {"global_size": 8}, "mesh": {"fsdp": -1}}
+    given |= {"memory": {"remat": "auto"}, "train": {"steps": 1}}
+    code = f"import jaxmem; print(jaxmem.plan({given}, 'cpu:2'))"
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert "2 x cpu" in done.stdout, done.stderr
 
 
 @pytest.mark.exhaustive
