@@ -283,7 +283,7 @@ def test_checkpoints_of_adapters_need_no_host_memory_for_the_base(tmp_path: Path
     counters = bytes_on_device(state) - bytes_on_device(state.params) - bytes_on_device(state.opt_state)
     assert estimate(everything.cfg, "cpu").host == bytes_on_device(everything.spec.state) - counters
     assert estimate(built.cfg, "cpu").host == adapters
-    plan = Plan(built, parse_target("cpu:1"), SimpleNamespace(host_total=0), 0.0)  # type: ignore[arg-type]
+    plan = Plan(built, parse_target("cpu:1"), SimpleNamespace(total=0, host_total=0), 0.0)  # type: ignore[arg-type]
     assert plan.host_bytes == adapters + counters
     offloaded = estimate(built.cfg.replace(memory={"offload": ("frozen",)}), "gpu")
     assert offloaded.host - adapters < bytes_on_device(state.params)
