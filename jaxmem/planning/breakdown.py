@@ -2,8 +2,8 @@
 
 Arguments are known by their paths. A temporary is classified by the inputs that it was computed from, the pass that
 computed it, and the purpose in its name (`kernels.scopes`). A value of the backward pass that has none of these,
-but the shape of a gradient, is a gradient too; `by_shape` is the size of all of them. Nothing is estimated: the
-categories are sums of buffers, and bytes outside of all buffers (gaps between buffers, tables of pointers) are `other`.
+but the shape of a gradient, is a gradient too. Nothing is estimated: the categories are sums of buffers, and bytes
+outside of all buffers (gaps between buffers, tables of pointers) are `other`.
 """
 
 import functools
@@ -93,11 +93,6 @@ class Breakdown:
 
     def of_kind(self, kind: str) -> int:
         return sum(kinds.get(kind, 0) for kinds in self.kinds.values())
-
-    @property
-    def by_shape(self) -> int:
-        """Bytes at the peak that are classified by their shapes."""
-        return sum(buffer.size for buffer in self.buffers if buffer.by_shape)
 
     def on_host(self, *categories: str) -> int:
         """Bytes of arguments that are stored in host memory."""

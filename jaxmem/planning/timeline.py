@@ -52,7 +52,6 @@ class Transmission:
     executed: float  # number of executions; a mean if it differs between runs
     begins: float = 0.0
     ends: float = 0.0
-    kernels: int = 0  # number of kernels and loops between the transfer's start and its done
     exposed: float = 0.0  # seconds for which the program waits for one execution
 
     @property
@@ -192,8 +191,6 @@ class _Clock:
     def work(self, kernel: "Kernel", gpu: Gpu | None = None) -> None:
         """Runs a kernel, or a computation without a `gpu`. Collectives that are transferred at the same time slow a
         kernel down."""
-        for transmission in self.pending.values():
-            transmission.kernels += kernel.seconds > 0
         left = 1.0  # the part of the kernel that has not run
         for transmission in self.pending.values():  # in the order in which they are transferred
             if gpu is None or transmission.message.link != "network" or transmission.ends <= self.now:
@@ -298,8 +295,9 @@ class _Simulation:
             part for part in (instruction, *(instruction.inner() if instruction.is_fusion else ())) if dot_flops(part)
         ]
         arithmetic = sum(dot_flops(part) / _rate(part, gpu) for part in matmuls)
-        memory = moved_bytes(instruction) / (gpu.reduction_rate if _reduces(instruction) else gpu.memory_rate)
-        self.timeline.kernel_bytes += round(times * moved_bytes(instruction))
+        moved = moved_bytes(instruction)
+        memory = moved / (gpu.reduction_rate if _reduces(instruction) else gpu.memory_rate)
+        self.timeline.kernel_bytes += round(times * moved)
         kernel = Kernel(arithmetic, memory, LAUNCH_SECONDS + (MATMUL_SECONDS if matmuls else 0.0))
         if arithmetic > memory:
             self.timeline.arithmetic += times * kernel.seconds

@@ -52,7 +52,6 @@ def test_a_message_is_exposed_but_for_the_kernels_beside_it(kernels: int, hidden
     assert one.exposed_bytes == pytest.approx(one.wire_bytes * one.exposed_seconds / GATHER, rel=1e-6)
     assert found.seconds == pytest.approx(GATHER)
     assert found.network.exposed_share == pytest.approx(one.exposed_seconds / GATHER)
-    assert [one.kernels for one in found.collectives] == [kernels]
 
 
 def test_spans_of_a_wait_are_its_exposed_seconds() -> None:
