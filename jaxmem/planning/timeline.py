@@ -133,14 +133,19 @@ class Timeline:
 
     @property
     def roofline(self) -> float:
-        """Seconds with perfect overlap of collectives and kernels; no schedule is faster."""
-        return max(self.arithmetic + self.memory, self.network.seconds)
+        """Seconds with perfect overlap of kernels, collectives and copies in each direction; no schedule is faster."""
+        copies = (traffic.seconds for kind, traffic in self.traffic.items() if kind not in COLLECTIVES)
+        return max(self.arithmetic + self.memory, self.network.seconds, *copies)
 
     @property
     def bound(self) -> str:
-        """The resource that is the bottleneck for the most seconds: "arithmetic", "memory" or "network"."""
-        exposed = self.network.exposed_seconds
-        seconds = {"arithmetic": self.arithmetic, "memory": self.memory, "network": exposed}
+        """What takes the most seconds: "arithmetic", "memory", or what a device waits for, "network" or "host copies"."""
+        seconds = {
+            "arithmetic": self.arithmetic,
+            "memory": self.memory,
+            "network": self.network.exposed_seconds,
+            "host copies": self.host_copies.exposed_seconds,
+        }
         return max(seconds, key=lambda bound: (seconds[bound], bound))
 
 
