@@ -120,11 +120,12 @@ def local_target(seen: Sequence[Any]) -> Target:
 
 
 def reserved_memory(target: Target, gib: float | None = None) -> int:
-    """Bytes of a device that no program can use; for a local device, bytes that jax is configured to leave free."""
+    """Bytes of a device that no program can use; for a local device, at least the bytes that jax is configured to leave
+    free."""
     if target.is_cpu:
         return 0
-    if target.withheld is not None and gib is None:
-        return target.withheld
+    if target.withheld is not None:
+        return max(target.withheld, gpus.reserved(target.count, gib or 0))
     return gpus.reserved(target.count, gib)
 
 
