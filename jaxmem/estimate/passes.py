@@ -126,7 +126,7 @@ def passes_of(cfg: Config, platform: str) -> TracedPasses:
         saving = _trace("layers", with_recomputed_experts(of_layers), tensor)
         layers = dataclasses.replace(layers, saved=saving.saved, offloaded=saving.offloaded)
     if pipeline:
-        layers = layers.times(layers_per_pass(cfg) / of_layers.model.layers)
+        layers = layers.times(layers_per_pass(cfg) / (_kinds(cfg.model) * pipeline.group))
     loss = _trace("loss", shape.replace(memory=Memory(loss_chunk=shape.memory.loss_chunk)), tensor)
     saved = layers.saved + loss.saved
     offloaded = saved if all_offloaded else layers.offloaded + loss.offloaded

@@ -111,7 +111,7 @@ class Breakdown:
         return [(allocation, peak_of(allocation, self.lifetimes)) for allocation in temporaries]
 
     def permanent(self, *, on_host: bool = False) -> Iterator[NamedBuffer]:
-        """Arguments, results and constants, which are in memory during the entire step."""
+        """Arguments, results and captured arrays, which are in memory during the entire step."""
         inputs = {
             instruction.number: instruction
             for instruction in self.module.entry.instructions

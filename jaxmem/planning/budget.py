@@ -154,8 +154,8 @@ def largest_that_fits(
 
 def candidates(cfg: Config, platform: str, gpu: Gpu) -> tuple[list[PolicyCandidate], float]:
     """The candidates of a config whose mesh is resolved, ordered by bytes saved, each with less recomputation than the
-    one before; and the seconds of the matmuls of all layers per sequence, forward and backward. With pipeline stages, the
-    layers of one group count, since `passes_in_memory` are passes through one group."""
+    one before; and the seconds of the matmuls of all layers per sequence, forward and backward. With pipeline stages,
+    the layers of one group count, since `passes_in_memory` are passes through one group."""
     layers = layers_of(cfg, platform)
     if pipeline := pipeline_of(cfg):  # stages share the last stack; nothing of layers before it stays saved
         layers = [dataclasses.replace(layers[-1], count=pipeline.group)]

@@ -60,7 +60,7 @@ class CompiledProgram:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Bytes per device: arguments, outputs, aliased, temporaries, constants."""
+        """Bytes per device by the keys of `sizes_of`: arguments, outputs, temporaries, ..."""
         return sizes_of(self.assignment, on_host=False)
 
     @property

@@ -139,7 +139,7 @@ class Timeline:
 
     @property
     def bound(self) -> str:
-        """What takes the most seconds: "arithmetic", "memory", or what a device waits for, "network" or "host copies"."""
+        """What takes the most seconds: "arithmetic", "memory", or waiting for "network" or "host copies"."""
         seconds = {
             "arithmetic": self.arithmetic,
             "memory": self.memory,
