@@ -119,20 +119,33 @@ def passes_of(cfg: Config, platform: str) -> TracedPasses:
     tensor = cfg.mesh.tensor
     # Each half is traced once for all configs in which it is equal.
     of_layers = shape.replace(memory={"loss_chunk": "auto"})
-    if pipeline := pipeline_of(cfg):  # one group of layers
-        of_layers = of_layers.replace(model={"layers": pipeline.group})
+    if pipeline := pipeline_of(cfg):
+        of_layers = of_layers.replace(model=_group_of_layers(of_layers.model, pipeline.group))
     layers = _trace("layers", of_layers, tensor)
     if cfg.mesh.expert > 1:
         saving = _trace("layers", with_recomputed_experts(of_layers), tensor)
         layers = dataclasses.replace(layers, saved=saving.saved, offloaded=saving.offloaded)
     if pipeline:
-        layers = layers.times(layers_per_pass(cfg) / pipeline.group)
+        layers = layers.times(layers_per_pass(cfg) / (_kinds(cfg.model) * pipeline.group))
     loss = _trace("loss", shape.replace(memory=Memory(loss_chunk=shape.memory.loss_chunk)), tensor)
     saved = layers.saved + loss.saved
     offloaded = saved if all_offloaded else layers.offloaded + loss.offloaded
     return TracedPasses(
         0 if all_offloaded else saved, offloaded, layers.matmuls + loss.matmuls, layers.kernels + loss.kernels
     )
+
+
+def _group_of_layers(model: Any, count: int) -> Any:
+    """A model of the layers that a pipeline stage computes per tick: `count` periods of the repeated pattern."""
+    model = model.replace(layers=count * _kinds(model))
+    if isinstance(model, Decoder) and model.experts is not None:  # dense layers before the pattern are not in a group
+        model = model.replace(experts={"dense_layers": ()})
+    return model
+
+
+def _kinds(model: Any) -> int:
+    """The number of layers in a period of the pattern that pipeline stages share."""
+    return len(model.stacks[-1]) if isinstance(model, Decoder) else 1
 
 
 def with_recomputed_experts(shape: Config) -> Config:
@@ -150,7 +163,7 @@ def layers_per_pass(cfg: Config) -> float:
     layers."""
     if (pipeline := pipeline_of(cfg)) is None:
         return getattr(cfg.model, "layers", 1)
-    return pipeline.group * pipeline.rounds / (1 - pipeline.bubble)
+    return _kinds(cfg.model) * pipeline.group * pipeline.rounds / (1 - pipeline.bubble)
 
 
 def passes_in_memory(cfg: Config) -> float:

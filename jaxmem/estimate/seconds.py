@@ -109,7 +109,7 @@ class StepTime:
         mesh = self.cfg.mesh
         weights = self.weights
         sides = 1 if self.cfg.zero else 2
-        within = self._ring(sides * weights["reduced"], mesh.fsdp, mesh.tensor * mesh.context)
+        within = self._ring(sides * weights["reduced"], mesh.fsdp, mesh.expert * mesh.context * mesh.tensor)
         between = weights["scattered"] / self._split + weights["reduced"] / (mesh.fsdp if self.cfg.zero else 1)
         replicas = self._ring(between, mesh.replica, mesh.tensor * self._split)
         if self.cfg.rules.optimizer and self.cfg.zero == 3:  # reduce-scattered; new shards of weights are gathered

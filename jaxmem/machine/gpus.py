@@ -70,7 +70,7 @@ class Gpu:
     memory_gib: float
     bandwidth_gb_s: float
     bf16_tflops: float  # dense, accumulated in float32
-    link_gb_s: float  # rate of the link to the other GPUs of its host: NVLink, else PCIe
+    link_gb_s: float  # rate of the link to the other GPUs of its host (`link_group`): NVLink, else PCIe
     network_gb_s: float  # the GPU's share of the network rate of its host
     host_link_gb_s: float  # rate of the link to host memory
     host_memory_gib: float  # the GPU's share of the memory of its host
@@ -78,6 +78,7 @@ class Gpu:
     cores: int  # streaming multiprocessors
     clock_ghz: float
     l2_mib: float
+    link_group: int = 1024  # GPUs of a host that this link joins, by default all; larger groups use PCIe
 
     @property
     def memory(self) -> int:
@@ -86,6 +87,10 @@ class Gpu:
     @property
     def host_memory(self) -> int:
         return int(self.host_memory_gib * GIB)
+
+    def link_among(self, neighbours: int) -> float:
+        """Peak rate in GB/s of the slowest link among so many GPUs of a host."""
+        return self.link_gb_s if neighbours <= self.link_group else self.host_link_gb_s
 
     @property
     def flops(self) -> float:
@@ -125,7 +130,7 @@ class Gpu:
 
 
 _FIELDS, *_ROWS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-GPUS = {gpu.name: gpu for gpu in (Gpu(**dict(zip(_FIELDS, row, strict=True))) for row in _ROWS)}
+GPUS = {gpu.name: gpu for gpu in (Gpu(**dict(zip(_FIELDS, row, strict=False))) for row in _ROWS)}
 
 # A simulated device has a share of a few server cores; its times only compare programs with each other.
 CPU = Gpu("cpu", "CPU", 16, 20, 0.2, 10, 10, 10, 16, "0.0", 1, 2.0, 1)

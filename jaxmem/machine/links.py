@@ -52,13 +52,13 @@ def latency(gpu: Gpu, kind: str, group: int, neighbours: int) -> float:
         rounds = 2 if kind == "all-reduce" else 1
         steps = rounds * (group - 1)
         between_hosts = rounds * (-(-group // neighbours) - 1)
-    within = PCIE_STEP if gpu.link_gb_s <= _PCIE_GB_S else NVLINK_STEP
+    within = PCIE_STEP if gpu.link_among(neighbours) <= _PCIE_GB_S else NVLINK_STEP
     return START_SECONDS + (steps - between_hosts) * within + between_hosts * NETWORK_STEP
 
 
 def link_rate(gpu: Gpu, kind: str, group: int, neighbours: int) -> float:
     """Attained bytes per second: within a host those of a link, between hosts at most those of the network."""
-    rate = gpu.link_gb_s * _share(gpu, kind, neighbours)
+    rate = gpu.link_among(neighbours) * _share(gpu, kind, neighbours)
     if neighbours < group:
         network = gpu.network_gb_s * _NETWORK_SHARE * _networks(kind, group, neighbours)
         rate = network if neighbours == 1 else min(rate, network)
@@ -75,7 +75,7 @@ def _networks(kind: str, group: int, neighbours: int) -> float:
 
 
 def _share(gpu: Gpu, kind: str, group: int) -> float:
-    switches = gpu.link_gb_s > _PCIE_GB_S and float(gpu.compute_capability) >= _SWITCH_CAPABILITY
+    switches = gpu.link_among(group) > _PCIE_GB_S and float(gpu.compute_capability) >= _SWITCH_CAPABILITY
     if kind == "all-reduce" and switches and group >= _SWITCH_GROUP:
         return _ALL_REDUCE_IN_SWITCH
     shares = _SHARES.get(kind, _SHARES["all-to-all"])

@@ -2,8 +2,8 @@
 
 Arguments are known by their paths. A temporary is classified by the inputs that it was computed from, the pass that
 computed it, and the purpose in its name (`kernels.scopes`). A value of the backward pass that has none of these,
-but the shape of a gradient, is a gradient too; `by_shape` is the size of all of them. Nothing is estimated: the
-categories are sums of buffers, and bytes outside of all buffers (gaps between buffers, tables of pointers) are `other`.
+but the shape of a gradient, is a gradient too. Nothing is estimated: the categories are sums of buffers, and bytes
+outside of all buffers (gaps between buffers, tables of pointers) are `other`.
 """
 
 import functools
@@ -94,11 +94,6 @@ class Breakdown:
     def of_kind(self, kind: str) -> int:
         return sum(kinds.get(kind, 0) for kinds in self.kinds.values())
 
-    @property
-    def by_shape(self) -> int:
-        """Bytes at the peak that are classified by their shapes."""
-        return sum(buffer.size for buffer in self.buffers if buffer.by_shape)
-
     def on_host(self, *categories: str) -> int:
         """Bytes of arguments that are stored in host memory."""
         return sum(buffer.size for buffer in self.permanent(on_host=True) if buffer.category in categories)
@@ -116,7 +111,7 @@ class Breakdown:
         return [(allocation, peak_of(allocation, self.lifetimes)) for allocation in temporaries]
 
     def permanent(self, *, on_host: bool = False) -> Iterator[NamedBuffer]:
-        """Arguments and results, which are in memory during the entire step."""
+        """Arguments, results and captured arrays, which are in memory during the entire step."""
         inputs = {
             instruction.number: instruction
             for instruction in self.module.entry.instructions
@@ -130,10 +125,11 @@ class Breakdown:
                 path = inputs[allocation.parameter].op_name
                 shape = inputs[allocation.parameter].shape
                 yield NamedBuffer(category_of(path), "argument", allocation.size, path, "", shape)
-            elif allocation.kind == "output":
+            elif allocation.kind in ("output", "constant"):
+                kind = "result" if allocation.kind == "output" else "constant"
                 largest = max(allocation.buffers, key=lambda buffer: buffer.size)
                 made_by = largest.aliases[0][0].op_name
-                yield NamedBuffer("other", "result", allocation.size, str(largest.shape), made_by, largest.shape)
+                yield NamedBuffer("other", kind, allocation.size, str(largest.shape), made_by, largest.shape)
 
     @cached_property
     def _origins(self) -> dict[Instruction, Result]:

@@ -11,6 +11,7 @@ The result is an ordinary policy, known before the step is made. A plan and a ru
 config.yaml of the run records it instead of `auto`.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding.share import share_of
 from jaxmem.stack.recompute_plan import recompute_plan
 from jaxmem.step.categories import ROLE_OF_CATEGORY, SAVED
+from jaxmem.step.execution import pipeline_of
 from jaxmem.step.programs import program
 
 MAX_COMPILES = 4  # largest number of compiled steps, if one of them fits
@@ -48,7 +50,7 @@ BYTES_PER_ELEMENT = 2  # bytes of memory traffic per recomputed element: fused o
 class PolicyCandidate:
     remat: str | Save
     saved: int  # bytes per device
-    recomputed: float  # seconds of recomputation per sequence, in all layers
+    recomputed: float  # seconds of recomputation per sequence, in all layers or those of a group of a pipeline stage
 
 
 def resolve_remat(
@@ -79,11 +81,11 @@ def resolve_remat(
     ladder, layers = candidates(resolved, platform, target.gpu or CPU)
     if not layers:
         return cfg.replace(memory={"remat": "none"}), "auto: the model has no stack of layers"
-    devices = target_devices(target, UNLIMITED_FACTOR * limit)
 
     def needed(candidate: PolicyCandidate) -> int:
         policy = candidate.remat.model_dump() if isinstance(candidate.remat, Save) else candidate.remat
         progress(f"compiling the step with memory.remat={as_yaml(policy)} ...")
+        devices = target_devices(target, UNLIMITED_FACTOR * limit)
         built = program(cfg.replace(memory={"remat": candidate.remat}), devices)
         return compile_program(built.lower_step(), here=target.is_here, runs=False).total
 
@@ -152,8 +154,11 @@ def largest_that_fits(
 
 def candidates(cfg: Config, platform: str, gpu: Gpu) -> tuple[list[PolicyCandidate], float]:
     """The candidates of a config whose mesh is resolved, ordered by bytes saved, each with less recomputation than the
-    one before; and the seconds of the matmuls of all layers per sequence, forward and backward."""
+    one before; and the seconds of the matmuls of all layers per sequence, forward and backward. With pipeline stages,
+    the layers of one group count, since `passes_in_memory` are passes through one group."""
     layers = layers_of(cfg, platform)
+    if pipeline := pipeline_of(cfg):  # stages share the last stack; nothing of layers before it stays saved
+        layers = [dataclasses.replace(layers[-1], count=pipeline.group)]
     copies = share_of(cfg).rows * passes_in_memory(cfg)
     rate = gpu.matmul_rate(compute_dtype(cfg.precision, platform).name)
     without = cfg.replace(memory={"remat": "none"})

@@ -91,7 +91,7 @@ def read_allocations(module: Module, serialized: bytes) -> list[Allocation]:
 def sizes_of(serialized: bytes, *, on_host: bool) -> dict[str, int]:
     """Bytes of a program in device memory or in host memory, from a serialized BufferAssignmentProto alone. Memory that
     an argument shares with an output counts as argument, as output and as aliased."""
-    sizes = {"arguments": 0, "outputs": 0, "aliased": 0, "temporaries": 0}
+    sizes = {"arguments": 0, "outputs": 0, "aliased": 0, "temporaries": 0, "constants": 0}
     for allocation in BufferAssignmentProto.FromString(serialized).buffer_allocations:
         if (allocation.color == HOST_SPACE) != on_host:
             continue
@@ -100,6 +100,7 @@ def sizes_of(serialized: bytes, *, on_host: bool) -> dict[str, int]:
         sizes["arguments"] += allocation.size * is_argument
         sizes["outputs"] += allocation.size * is_output
         sizes["aliased"] += allocation.size * (is_argument and is_output)
+        sizes["constants"] += allocation.size * allocation.is_constant
         sizes["temporaries"] += allocation.size * (
             not (is_argument or is_output or allocation.is_thread_local or allocation.is_constant)
         )

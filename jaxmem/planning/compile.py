@@ -60,13 +60,13 @@ class CompiledProgram:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Bytes per device: arguments, outputs, aliased, temporaries."""
+        """Bytes per device by the keys of `sizes_of`: arguments, outputs, temporaries, ..."""
         return sizes_of(self.assignment, on_host=False)
 
     @property
     def total(self) -> int:
         """Bytes of device memory."""
-        return _sum(self.sizes) if self.executable is None else total_of(self.executable)
+        return _sum(self.sizes) if self.assignment else total_of(self.executable)
 
     @cached_property
     def host_total(self) -> int:
@@ -75,7 +75,7 @@ class CompiledProgram:
 
 
 def _sum(sizes: Mapping[str, int]) -> int:
-    return sizes["arguments"] + sizes["outputs"] - sizes["aliased"] + sizes["temporaries"]
+    return sizes["arguments"] + sizes["outputs"] - sizes["aliased"] + sizes["temporaries"] + sizes["constants"]
 
 
 def compile_program(lowered: jax.stages.Lowered, *, here: bool, runs: bool = True) -> CompiledProgram:
@@ -115,8 +115,11 @@ def check_stages(module: Module, stages: int) -> None:
 
 
 def total_of(executable: Any) -> int:
-    """Bytes of device memory that a compiled program needs."""
+    """Bytes of device memory that a compiled program needs. Without a buffer assignment (see `_with_assignment`) they
+    lack its constants."""
     sizes = executable.memory_analysis()
+    if sizes.serialized_buffer_assignment_proto:
+        return _sum(sizes_of(sizes.serialized_buffer_assignment_proto, on_host=False))
     outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     return sizes.argument_size_in_bytes + outputs + sizes.temp_size_in_bytes
 

@@ -134,9 +134,11 @@ class Plan(Printed):
 
     @cached_property
     def host_bytes(self) -> int:
-        """Peak host memory for each device: offloaded arrays, and a copy of what a checkpoint saves."""
+        """Peak host memory for each device: offloaded arrays, and a copy of what a checkpoint saves; on a CPU also the
+        step, since its device memory is host memory."""
         saved = SavedState(self.program).of(self.program.spec.state)
-        return self.compiled_step.host_total + bytes_on_device(saved)
+        step = self.compiled_step.total if self.target.is_cpu else 0
+        return step + self.compiled_step.host_total + bytes_on_device(saved)
 
     @property
     def peak(self) -> int:
@@ -315,8 +317,9 @@ def plan(
     if target is None:
         check_size(cfg, aim)
     limit = usable_memory(aim, cfg.memory, reserve_gib)
+    planned_devices = target_devices(aim, limit)  # before an estimate starts jax: a CPU is then simulated as several
     cfg, why = resolve_remat(cfg, aim, reserve_gib, progress=progress)
-    built = program(cfg, target_devices(aim, limit))
+    built = program(cfg, planned_devices)
     progress(f"compiling {cfg.name} for {aim.name} ...")
     with replicated_arrays() as replicated:
         step, others = compile_all(built.lower_step(), built.lower_others(), here=aim.is_here)

@@ -120,11 +120,12 @@ def local_target(seen: Sequence[Any]) -> Target:
 
 
 def reserved_memory(target: Target, gib: float | None = None) -> int:
-    """Bytes of a device that no program can use; for a local device, bytes that jax is configured to leave free."""
+    """Bytes of a device that no program can use; for a local device, at least the bytes that jax is configured to leave
+    free."""
     if target.is_cpu:
         return 0
-    if target.withheld is not None and gib is None:
-        return target.withheld
+    if target.withheld is not None:
+        return max(target.withheld, gpus.reserved(target.count, gib or 0))
     return gpus.reserved(target.count, gib)
 
 
@@ -249,7 +250,7 @@ def _from_file(path: Path) -> Gpu:
         raise UserError(f"target {path}: cannot be read: {reason}") from error
     if not isinstance(given, dict):
         raise UserError(f"target {path}: expected fields such as memory_gib: 24, not {as_yaml(given)}")
-    spec: JsonDict = {"name": path.stem, "kind": path.stem}
+    spec: JsonDict = {"name": path.stem, "kind": path.stem, "link_group": Gpu.link_group}
     if (like := given.pop("like", None)) is not None:
         if like not in GPUS:
             raise UserError(f"target {path}: like={as_yaml(like)} is unknown{nearest(like, GPUS)}")

@@ -52,7 +52,6 @@ class Transmission:
     executed: float  # number of executions; a mean if it differs between runs
     begins: float = 0.0
     ends: float = 0.0
-    kernels: int = 0  # number of kernels and loops between the transfer's start and its done
     exposed: float = 0.0  # seconds for which the program waits for one execution
 
     @property
@@ -134,14 +133,19 @@ class Timeline:
 
     @property
     def roofline(self) -> float:
-        """Seconds with perfect overlap of collectives and kernels; no schedule is faster."""
-        return max(self.arithmetic + self.memory, self.network.seconds)
+        """Seconds with perfect overlap of kernels, collectives and copies in each direction; no schedule is faster."""
+        copies = (traffic.seconds for kind, traffic in self.traffic.items() if kind not in COLLECTIVES)
+        return max(self.arithmetic + self.memory, self.network.seconds, *copies)
 
     @property
     def bound(self) -> str:
-        """The resource that is the bottleneck for the most seconds: "arithmetic", "memory" or "network"."""
-        exposed = self.network.exposed_seconds
-        seconds = {"arithmetic": self.arithmetic, "memory": self.memory, "network": exposed}
+        """What takes the most seconds: "arithmetic", "memory", or waiting for "network" or "host copies"."""
+        seconds = {
+            "arithmetic": self.arithmetic,
+            "memory": self.memory,
+            "network": self.network.exposed_seconds,
+            "host copies": self.host_copies.exposed_seconds,
+        }
         return max(seconds, key=lambda bound: (seconds[bound], bound))
 
 
@@ -192,8 +196,6 @@ class _Clock:
     def work(self, kernel: "Kernel", gpu: Gpu | None = None) -> None:
         """Runs a kernel, or a computation without a `gpu`. Collectives that are transferred at the same time slow a
         kernel down."""
-        for transmission in self.pending.values():
-            transmission.kernels += kernel.seconds > 0
         left = 1.0  # the part of the kernel that has not run
         for transmission in self.pending.values():  # in the order in which they are transferred
             if gpu is None or transmission.message.link != "network" or transmission.ends <= self.now:
@@ -298,8 +300,9 @@ class _Simulation:
             part for part in (instruction, *(instruction.inner() if instruction.is_fusion else ())) if dot_flops(part)
         ]
         arithmetic = sum(dot_flops(part) / _rate(part, gpu) for part in matmuls)
-        memory = moved_bytes(instruction) / (gpu.reduction_rate if _reduces(instruction) else gpu.memory_rate)
-        self.timeline.kernel_bytes += round(times * moved_bytes(instruction))
+        moved = moved_bytes(instruction)
+        memory = moved / (gpu.reduction_rate if _reduces(instruction) else gpu.memory_rate)
+        self.timeline.kernel_bytes += round(times * moved)
         kernel = Kernel(arithmetic, memory, LAUNCH_SECONDS + (MATMUL_SECONDS if matmuls else 0.0))
         if arithmetic > memory:
             self.timeline.arithmetic += times * kernel.seconds

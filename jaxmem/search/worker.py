@@ -3,7 +3,7 @@
 `python -m jaxmem.search.worker TARGET [RESERVE_GIB]` starts it. It needs about 1 GiB of memory and uses no accelerator.
 All output of XLA and other libraries goes to standard error.
 
-Answers are cached on disk, by config, target, version of jax, XLA_FLAGS and the sources of this package: small JSON
+Answers are cached on disk, by config, target, versions of packages, flags and the sources of this package: small JSON
 files in the user's cache directory ($XDG_CACHE_HOME, by default ~/.cache), written atomically, so that searches can
 share them. The directory can be deleted at any time; configs are then compiled again.
 """
@@ -11,7 +11,6 @@ share them. The directory can be deleted at any time; configs are then compiled 
 import contextlib
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -33,6 +32,9 @@ from jaxmem.planning.timeline import timeline
 from jaxmem.step.programs import program
 from jaxmem.typing import JsonDict, JsonView
 
+# Packages and variables of the environment that change programs.
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "jax-triton", "triton")
+_FLAGS = ("XLA_FLAGS", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_ENABLE_X64")
 _IRRELEVANT = {"name", "output", "seed", "checkpoint"}  # keys that do not change any program
 
 
@@ -75,8 +77,8 @@ def write_answer(key: str, answer: JsonDict) -> None:
 def _key(content: JsonView, target: Target, reserve_gib: float | None) -> str:
     gpu = target.gpu  # programs for CPUs do not depend on the memory
     machine = [repr(gpu), target.count, target.per_host, target.memory if gpu else 0, reserve_gib]
-    versions = [importlib.metadata.version(package) for package in ("jax", "jaxlib", "flax", "optax")]
-    all_content = {**content, "target": machine, "versions": versions, "flags": os.environ.get("XLA_FLAGS", "")}
+    flags = {name: os.environ.get(name, "") for name in _FLAGS}
+    all_content = {**content, "target": machine, "versions": devices.package_versions(_PACKAGES), "flags": flags}
     return hashlib.sha256(json.dumps(all_content, sort_keys=True).encode()).hexdigest()
 
 

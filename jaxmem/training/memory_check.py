@@ -47,8 +47,9 @@ def check_fits(plan: Plan) -> None:
         Console(stderr=True).print(plan.table())
     cfg = plan.program.cfg
     if plan.room >= 0:
+        arrays = "the step" if plan.target.is_cpu else "offloaded arrays"
         raise DoesNotFitError(
-            f"{cfg.name} does not fit: offloaded arrays and a checkpoint's copy need {format_bytes(plan.host_bytes)}"
+            f"{cfg.name} does not fit: {arrays} and a checkpoint's copy need {format_bytes(plan.host_bytes)}"
             f" of host memory per device, {format_bytes(plan.target.host_memory)} are available; `jaxmem fit CONFIG`"
             " searches for settings that fit"
         )

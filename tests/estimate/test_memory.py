@@ -21,7 +21,7 @@ from jaxmem.planning.compile import compile_program
 from jaxmem.planning.result import Plan
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.step.programs import Program, program
-from tests.planning.conftest import config, plan_here
+from tests.planning.conftest import SMALL, config, plan_here
 from tests.support.tiers import exhaustive
 
 WIDE = {
@@ -196,6 +196,25 @@ def test_an_update_during_the_backward_pass_needs_fewer_bytes_with_pipeline_stag
     assert totals["after"] - totals["during"] > 0.8 * (WIDE["layers"] / 2 - 1) * layer
 
 
+@pytest.mark.parametrize(
+    ("pattern", "layers", "alone"),
+    [
+        ({"every": 2, "dense_mlp": 48}, 8, {"every": 2, "dense_mlp": 48}),
+        exhaustive({"dense_layers": [0], "dense_mlp": 512}, 9, {}),
+    ],
+)
+def test_a_group_of_a_pipeline_stage_has_whole_periods_of_layers(pattern: dict, layers: int, alone: dict) -> None:
+    """Of the second model, the first layer is not in a pipeline stage."""
+
+    def saved(layers: int, stages: int, pattern: dict) -> int:
+        experts = {"count": 4, "top_k": 2, **pattern}
+        model = {**SMALL, "qk_norm": True, "layers": layers, "experts": experts}
+        sections = {"mesh": {"stage": stages}, "batch": {"global_size": 8, "accumulate": 8}}
+        return passes_of(for_devices(config(model=model, **sections), stages), "gpu").saved
+
+    assert saved(layers, 2, pattern) == saved(4, 1, alone)
+
+
 @pytest.mark.parametrize(("zero", "split"), [(1, 1), (3, 4)])
 def test_sums_of_gradients_are_sharded_like_gradients(zero: int, split: int) -> None:
     """Up to zero 1 each group of rows has its own complete sum."""
@@ -264,7 +283,7 @@ def test_checkpoints_of_adapters_need_no_host_memory_for_the_base(tmp_path: Path
     counters = bytes_on_device(state) - bytes_on_device(state.params) - bytes_on_device(state.opt_state)
     assert estimate(everything.cfg, "cpu").host == bytes_on_device(everything.spec.state) - counters
     assert estimate(built.cfg, "cpu").host == adapters
-    plan = Plan(built, parse_target("cpu:1"), SimpleNamespace(host_total=0), 0.0)  # type: ignore[arg-type]
+    plan = Plan(built, parse_target("cpu:1"), SimpleNamespace(total=0, host_total=0), 0.0)  # type: ignore[arg-type]
     assert plan.host_bytes == adapters + counters
     offloaded = estimate(built.cfg.replace(memory={"offload": ("frozen",)}), "gpu")
     assert offloaded.host - adapters < bytes_on_device(state.params)

@@ -3,6 +3,9 @@
 import pytest
 
 from jaxmem.config import load_config
+from jaxmem.estimate.passes import TracedPasses
+from jaxmem.estimate.seconds import StepTime
+from jaxmem.machine.gpus import GPUS
 from jaxmem.machine.links import latency
 from jaxmem.planning.estimated import estimated
 from jaxmem.planning.targets import parse_target
@@ -52,3 +55,14 @@ def test_attention_over_hosts_waits_for_the_network(method: str) -> None:
     elements = {"ring": 15 * 2, "ulysses": 4 / 2}[method] * 2**11 * 2048
     difference = seconds_of_layers("h100-80gb:2x8") - seconds_of_layers("h100-80gb:1x16")
     assert difference > 0.3 * 8 * elements * 2 / 50e9  # in bfloat16, of which at least 30 % is exposed
+
+
+def test_replicated_gradients_of_experts_are_reduced_between_hosts() -> None:
+    """Devices that differ in `fsdp` only are 8 apart, on the two hosts."""
+    gpu = GPUS["h100-80gb"]
+    model = {"preset": "tiny", "experts": {"count": 8, "top_k": 2}}
+    sections = {"model": model, "data": {"sequence_length": 128}, "batch": {"global_size": 16}}
+    cfg = load_config({"name": "experts", **sections, "mesh": {"fsdp": 2, "expert": 8}, "train": {"steps": 1}})
+    weights = {"reduced": 2**30, "scattered": 0, "renewed": 0}
+    time = StepTime(cfg.replace(zero=1), gpu, 8, TracedPasses(0, 0, (), 0), weights, {}, 0, 0)
+    assert time._per_update() > 2**29 / (1e9 * gpu.network_gb_s)

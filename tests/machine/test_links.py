@@ -42,6 +42,16 @@ def test_the_switches_of_a_host_reduce_from_hopper_on() -> None:
     assert link_rate(H100, "all-reduce", 4, 4) < link_rate(H100, "all-reduce", 8, 8)
 
 
+def test_bridges_join_few_gpus_of_a_host() -> None:
+    """All others are on PCIe."""
+    for name, bridged in (("h100-nvl-94gb", 2), ("h200-nvl-141gb", 4)):
+        gpu = GPUS[name]
+        assert link_rate(gpu, "all-gather", bridged, bridged) > 100e9
+        assert link_rate(gpu, "all-gather", 8, 8) <= 64e9
+        assert link_rate(gpu, "all-reduce", 8, 8) <= link_rate(GPUS["h100-pcie-80gb"], "all-reduce", 8, 8)
+        assert latency(gpu, "all-gather", 8, 8) == latency(GPUS["h100-pcie-80gb"], "all-gather", 8, 8)
+
+
 def test_between_hosts_the_networks_of_a_host_add_up() -> None:
     one, two, eight = (link_rate(H100, "all-gather", 16, neighbours) for neighbours in (1, 2, 8))
     assert two == pytest.approx(2 * one)

@@ -1,5 +1,9 @@
 """What `memory.remat: auto` chooses: by jax's own trace, by what is compiled, against every policy with a name."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from jaxmem.config import Config, Save, load_config
@@ -14,9 +18,10 @@ from jaxmem.planning.compile import compile_program
 from jaxmem.planning.hlo import total_flops
 from jaxmem.planning.result import plan
 from jaxmem.planning.targets import parse_target, target_devices, usable_memory
-from jaxmem.step.categories import ROLE_OF_CATEGORY
+from jaxmem.step.categories import ROLE_OF_CATEGORY, SAVED
 from jaxmem.step.programs import program
 from tests.planning.conftest import SMALL, config
+from tests.support.tiers import exhaustive
 
 DEEP = {**SMALL, "layers": 8, "embed": 64, "mlp": 192, "head_dim": 16}
 NAMED = ("dots", "recursive")
@@ -55,6 +60,17 @@ def test_rungs_keep_and_repeat_what_jax_does_and_no_policy_beats_them() -> None:
         kept, flops = traced(cfg.replace(memory={"remat": remat}))
         seconds = (flops - least) / gpu.matmul_rate("bfloat16") + others
         assert [rung for rung in ladder if rung.saved <= kept][-1].recomputed <= seconds, remat
+
+
+@pytest.mark.parametrize(("stages", "rounds"), [exhaustive(4, 1), exhaustive(4, 2), (8, 4)])
+def test_policies_of_a_pipeline_save_what_the_estimate_says(stages: int, rounds: int) -> None:
+    sections = {"data": {"sequence_length": 128}, "batch": {"global_size": 8, "accumulate": 8}}
+    pipelined = {"mesh": {"stage": stages}, "pipeline": {"rounds": rounds}}
+    cfg = for_devices(config(model={**DEEP, "layers": 32}, **sections, **pipelined), stages)
+    ladder, _ = candidates(cfg, "gpu", GPUS["h100-80gb"])
+    assert len(ladder) > 1
+    for policy in (ladder[0], ladder[len(ladder) // 2]):
+        assert policy.saved == estimate(cfg.replace(memory={"remat": policy.remat}), "gpu").kinds[SAVED], policy.remat
 
 
 @pytest.mark.parametrize(("slope", "beside"), [(1.0, 1000), (0.6, 900), (1.1, 1100)])
@@ -104,12 +120,25 @@ def test_a_small_gain_is_not_compiled() -> None:
 
 
 @pytest.mark.parametrize(("gib", "remat"), [(64, "none"), (1e-4, "slots_1")])
-def test_on_a_cpu_the_estimate_decides(gib: float, remat: str) -> None:
+def test_on_a_cpu_the_estimate_decides(gib: float, remat: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without devices, which jax may not have any more if it runs."""
+    monkeypatch.delattr(budget, "target_devices")
     asked = given(remat="auto", budget=gib)
     chosen, why = resolve_remat(asked, parse_target("cpu:1"))
     assert chosen.memory.remat == remat
     assert why is not None
     assert resolve_remat(chosen, parse_target("cpu:1")) == (chosen, None)
+
+
+@pytest.mark.exhaustive
+def test_a_plan_simulates_devices_before_it_estimates() -> None:
+    """In a new process, since jax then has as many devices as at its start."""
+    given = {"name": "small", "model": SMALL, "batch": {"global_size": 8}, "mesh": {"fsdp": -1}}
+    given |= {"memory": {"remat": "auto"}, "train": {"steps": 1}}
+    code = f"import jaxmem; print(jaxmem.plan({given}, 'cpu:2'))"
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert "2 x cpu" in done.stdout, done.stderr
 
 
 @pytest.mark.exhaustive

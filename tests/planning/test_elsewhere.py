@@ -6,11 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxmem.models import vocab_slices
 from jaxmem.planning import compile as compiling
-from jaxmem.planning.buffers import sizes_of
+from jaxmem.planning.breakdown import Breakdown, KnownShapes
+from jaxmem.planning.buffers import read_allocations, sizes_of
 from jaxmem.planning.compile import (
     UNTIMED,
     compile_all,
@@ -45,14 +47,27 @@ def test_it_ends_before_code_is_made_with_the_same_bytes(lowered: Lowered, monke
         module, assignment = compile_elsewhere(lowered)
     assert len(ended) == 1, "XLA went on and made the code: right, and five times as slow"
     assert made is not None
-    assert sizes_of(assignment, on_host=False) == {
+    sizes = sizes_of(assignment, on_host=False)
+    assert sizes == {
         "arguments": made.argument_size_in_bytes,
         "outputs": made.output_size_in_bytes,
         "aliased": made.alias_size_in_bytes,
         "temporaries": made.temp_size_in_bytes,
+        "constants": sizes["constants"],  # jax does not count them
     }
     assert made.alias_size_in_bytes == 256 * 256 * 4
     assert {"parameter", "fusion"} <= {one.opcode for one in read_module(module).walk()}
+
+
+def test_arrays_that_a_function_captures_are_in_memory() -> None:
+    """As constants of the program, such as the teacher of a script's loss."""
+    place = jax.sharding.SingleDeviceSharding(target_devices(parse_target("h100-80gb"), 2**33)[0])
+    captured = np.arange(2**22, dtype=np.float32).reshape(2048, 2048)
+    x = jax.ShapeDtypeStruct((8, 2048), jnp.float32, sharding=place)
+    step = compile_program(jax.jit(lambda x: (x @ captured).sum()).lower(x), here=False)
+    assert step.total >= captured.nbytes
+    buffers = Breakdown(step.module, read_allocations(step.module, step.assignment), KnownShapes(*[frozenset()] * 5))
+    assert buffers.of_kind("constant") >= captured.nbytes
 
 
 def test_joined_weights_have_a_gradient_on_every_jax(capfd: pytest.CaptureFixture) -> None:

@@ -1,6 +1,7 @@
 """Compiler processes, and the cache of their answers."""
 
 import dataclasses
+import importlib.metadata
 import io
 import json
 import re
@@ -49,13 +50,18 @@ def test_cache_keys_depend_on_content() -> None:
     assert worker.program_key("a", TWO, 1 << 30) == worker.program_key("a", TWO, 2 << 30)
 
 
-def test_cache_keys_depend_on_the_sources_and_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = worker.config_key("step", config(), TWO, None)
+def test_cache_keys_depend_on_the_sources_versions_and_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [worker.config_key("step", config(), TWO, None)]
     monkeypatch.setattr(worker, "_sources", lambda: "others")
-    assert worker.config_key("step", config(), TWO, None) != before
-    changed = worker.config_key("step", config(), TWO, None)
+    keys.append(worker.config_key("step", config(), TWO, None))
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=false")
-    assert worker.config_key("step", config(), TWO, None) != changed
+    keys.append(worker.config_key("step", config(), TWO, None))
+    monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+    keys.append(worker.config_key("step", config(), TWO, None))
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0" if name == "jax-triton" else version(name))
+    keys.append(worker.config_key("step", config(), TWO, None))
+    assert len(set(keys)) == len(keys)
 
 
 def test_the_cache_lies_in_xdg_cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

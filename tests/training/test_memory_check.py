@@ -122,13 +122,13 @@ def test_a_budget_is_a_limit_of_one_s_own(plan: Plan) -> None:
 
 
 def test_a_host_that_overflows_does_not_fit(plan: Plan) -> None:
-    """What is offloaded, and the copy of the state that a checkpoint is written from."""
-    assert plan.host_bytes >= bytes_on_device(plan.program.spec.state)
+    """What is offloaded, and the copy of the state that a checkpoint is written from; on a CPU also the step."""
+    assert plan.host_bytes == plan.compiled_step.total + bytes_on_device(plan.program.spec.state)
     for host, fits in ((plan.host_bytes, True), (plan.host_bytes - 1, False)):
         assert dataclasses.replace(plan, target=dataclasses.replace(plan.target, host_memory=host)).fits is fits
     short = dataclasses.replace(plan, target=dataclasses.replace(plan.target, host_memory=plan.host_bytes // 2))
     assert short.as_json()["peak_host_bytes_per_device"] > short.as_json()["target"]["host_memory_bytes"]
-    needed = re.escape(f"{format_bytes(plan.host_bytes)} of host memory per device")
+    needed = re.escape(f"the step and a checkpoint's copy need {format_bytes(plan.host_bytes)} of host memory")
     with pytest.raises(DoesNotFitError, match=needed):
         check_fits(short)
 
@@ -223,4 +223,6 @@ def test_a_plan_for_a_device_that_is_here_takes_off_what_jax_leaves(plan: Plan) 
     here = dataclasses.replace(plan, target=local_target([one, one]))
     assert here.reserved == 3 * GIB
     assert here.target.memory - here.reserved == limit
-    assert dataclasses.replace(here, reserve_gib=1.0).reserved == GIB
+    # jax does not use what it leaves, so a smaller reserve has no effect.
+    assert dataclasses.replace(here, reserve_gib=1.0).reserved == 3 * GIB
+    assert dataclasses.replace(here, reserve_gib=4.0).reserved == 4 * GIB
