@@ -133,6 +133,18 @@ def test_a_decay_below_the_last_bit_of_a_bfloat16_update_is_not_lost(stored):
     assert np.sum(decay * w) / np.sum(w * w) == pytest.approx(0.1, rel=0.1)
 
 
+@pytest.mark.parametrize("rate", [3e-4, 1e-3])
+@pytest.mark.parametrize("name", ["lion8bit", "adamw8bit"])
+def test_the_decay_of_small_bfloat16_weights_is_right_on_average(name, rate):
+    """The learning rate multiplies it before it is rounded."""
+    params = {"w": (0.01 * normal(64, 4096)).astype(jnp.bfloat16)}
+    w = np.float64(params["w"])
+    grads = [{"w": normal(64, 4096, seed=seed).astype(jnp.bfloat16)} for seed in range(1, 4)]
+    decayed, plain = (updates(getattr(optim, name)(rate, weight_decay=decay), params, grads)[0] for decay in (0.1, 0))
+    difference = sum(np.float64(a["w"]) - np.float64(b["w"]) for a, b in zip(decayed, plain, strict=True))
+    assert np.sum(difference * w) / np.sum(w * w) == pytest.approx(-3 * rate * 0.1, rel=0.05)
+
+
 # ------------------------------------------------------------------ the config
 
 RUN = {"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 10}}
