@@ -145,6 +145,16 @@ def test_the_decay_of_small_bfloat16_weights_is_right_on_average(name, rate):
     assert np.sum(difference * w) / np.sum(w * w) == pytest.approx(-3 * rate * 0.1, rel=0.05)
 
 
+def test_a_momentum_in_bfloat16_decays_where_gradients_are_zero():
+    tx = optim.sgd(1.0, momentum=0.995)
+    params = {"w": jnp.zeros(500, jnp.bfloat16)}
+    _, state = tx.update({"w": normal(500).astype(jnp.bfloat16)}, tx.init(params), params)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    decayed, _ = jax.lax.scan(lambda state, _: (tx.update(zeros, state, params)[1], None), state, length=2000)
+    sizes = [jnp.sum(jnp.abs(x[0].trace["w"].astype(jnp.float32))) for x in (state, decayed)]
+    assert sizes[1] < 0.01 * sizes[0]
+
+
 # ------------------------------------------------------------------ the config
 
 RUN = {"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 10}}
