@@ -40,7 +40,7 @@ from jaxmem.errors import UserError, nearest
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.embedding import Embedding, lookup_param
 from jaxmem.models.experts import ExpertLinear
-from jaxmem.models.layers import Keys, dropout, fetch
+from jaxmem.models.layers import Keys, add_bias, dropout, fetch
 from jaxmem.models.linear import Linear, matmul
 from jaxmem.models.network import Network
 from jaxmem.quant import QTensor, values_of
@@ -124,7 +124,7 @@ class Lora(nnx.Module):
         scale = self.scale_in(x.dtype)
         y = y + matmul(scale * matmul(dropout(x, self.dropout, keys), a), b)
         if self.bias is not None:
-            y = y + scale * fetch(self.bias, x.dtype)
+            y = add_bias(y, self.scale_in(jnp.float32) * fetch(self.bias, jnp.float32))
         return y if self.magnitude is None else self._with_magnitude(y, w(), a, b)
 
     def rows(

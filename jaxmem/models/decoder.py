@@ -230,7 +230,7 @@ class Decoder(Network):
         x = constrain(x, "vocab_batch", "vocab_time", "embed")
         y = self.embedding.project(x) if self.head is None else self.head(x)
         if (cap := self.cfg.logit_soft_cap) is not None:
-            y = soft_cap(y, cap)
+            y = soft_cap(y.astype(jnp.float32), cap)  # as in slices of the vocabulary
         # Removes the padding of a vocabulary whose size is not divisible by the number of devices.
         return constrain(y, "vocab_batch", "vocab_time", "vocab")[..., : self.cfg.vocab]
 

@@ -4,9 +4,9 @@ arXiv:1701.06538), so a token uses top_k / count of the parameters.
 The router is computed in float32; the probabilities of the chosen experts weight their results. No token is dropped.
 Two losses can be added: the load-balance loss of each layer (Fedus et al., arXiv:2101.03961), count times the sum over
 experts of (choices per token) x (mean probability), which is top_k if both are uniform; and the z-loss (Zoph et al.,
-arXiv:2202.08906), the square of the log of the softmax normalizer. Their means are over the tokens of documents,
-without padding. A shared expert (Dai et al., arXiv:2401.06066) is an MLP that computes every token; as in Qwen2-MoE, a
-sigmoid weights its result.
+arXiv:2202.08906), the square of the log of the softmax normalizer. Choices are counted for all tokens of
+documents, without padding; both losses are means over the tokens that have a target. A shared expert (Dai et al.,
+arXiv:2401.06066) is an MLP that computes every token; as in Qwen2-MoE, a sigmoid weights its result.
 
 `mixture` computes the experts, and `dispatch` sends tokens to the devices that store their experts.
 """
@@ -74,19 +74,19 @@ class ExpertLinear(Linear):
         return {"weight": gather_quantized(value, axes_of(self.weight, 3))}
 
     def trainable(self, dtype: DTypeLike) -> Tree:
-        """The weight, if it has a gradient; the bias, including that of the adapter; and the weights of the adapter, A
-        [experts, inputs, rank] and the scaled B. An A that all experts share is repeated."""
+        """The weight, if it has a gradient; the bias, including that of the adapter, in float32; and the weights of the
+        adapter, A [experts, inputs, rank] and the scaled B. An A that all experts share is repeated."""
         arrays = {} if self.frozen(dtype) else {"weight": fetch(self.weight, dtype)}
-        arrays |= {} if self.bias is None else {"bias": fetch(self.bias, dtype)}
+        arrays |= {} if self.bias is None else {"bias": fetch(self.bias, jnp.float32)}
         if self.lora is None:
             return arrays
-        scale = self.lora.scale_in(dtype)
         count = self.weight.get_value().shape[0]
-        factors = {"a": 1, "b": scale, "bias": scale}
-        params = {name: getattr(self.lora, name) for name in factors}
+        params = {name: getattr(self.lora, name) for name in ("a", "b", "bias")}
         for name, param in params.items():
             if param is not None:
-                array = fetch(param, dtype) * factors[name]
+                param_dtype = jnp.float32 if name == "bias" else dtype
+                array = fetch(param, param_dtype)
+                array = array if name == "a" else array * self.lora.scale_in(param_dtype)
                 is_shared = "expert" not in param.get_metadata()["axes"]
                 array = jnp.broadcast_to(array, (count, *array.shape)) if is_shared else array
                 arrays[name] = arrays[name] + array if name in arrays else array

@@ -50,6 +50,11 @@ def fetch(param: nnx.Param, dtype: DTypeLike) -> jax.Array:
     return gather(value, axes_of(param, value.ndim), dtype)
 
 
+def add_bias(y: Float[Array, "*batch outputs"], bias: Float[Array, "outputs"]) -> Float[Array, "*batch outputs"]:
+    """y + bias, for a bias in float32, so that its gradient is summed over tokens in float32."""
+    return (y.astype(jnp.float32) + bias).astype(y.dtype)
+
+
 def axes_of(param: nnx.Param, ndim: int) -> Axes:
     """The logical axes of the last `ndim` dimensions."""
     axes: Axes = param.get_metadata()["axes"]

@@ -6,12 +6,13 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxmem.config.base import Scaling
 from jaxmem.config.recompute import MATMUL
-from jaxmem.models.layers import Keys, axes_of, fetch, new_constant, new_weight
+from jaxmem.models.layers import Keys, add_bias, axes_of, fetch, new_constant, new_weight
 from jaxmem.quant import QTensor
 from jaxmem.sharding.gathering import gather, gather_encoded, gather_with_input
 from jaxmem.sharding.table import Axes
@@ -51,7 +52,7 @@ class Linear(nnx.Module):
         y = saved_as(y, MATMUL)
         if self.lora is not None:
             y = self.lora(x, y, partial(fetch, self.weight, x.dtype) if w is None else lambda: w, keys)
-        return y if self.bias is None else y + fetch(self.bias, x.dtype)
+        return y if self.bias is None else add_bias(y, fetch(self.bias, jnp.float32))
 
     @property
     def _frozen_quantized(self) -> QTensor | None:

@@ -29,6 +29,7 @@ from jaxmem.errors import UserError
 from jaxmem.kernels.grouped_matmul import Groups, map_chunks, map_groups, sort_rows, sum_of_groups
 from jaxmem.models.block import GATES
 from jaxmem.models.dispatch import all_gather, all_to_all, uses_all_to_all
+from jaxmem.models.layers import add_bias
 from jaxmem.models.linear import matmul
 from jaxmem.quant import QTensor, values_of
 from jaxmem.sharding.arrays import map_devices
@@ -108,6 +109,7 @@ class Mixture:
         def linear(arrays: Tree, x: jax.Array, gathers: bool, shares: jax.Array | None = None) -> jax.Array:
             bias = arrays.get("bias")
             bias = bias if bias is None or shares is None else bias / self.parts
+            bias = None if bias is None else bias.astype(x.dtype)  # the kernel sums its gradient in float32
             y = grouped_matmul(x, matrices(arrays["weight"]), bias, shares, groups, gathers)
             if "a" in arrays:
                 low = grouped_matmul(x, arrays["a"], None, None, groups, gathers)
@@ -192,4 +194,4 @@ def _linear(arrays: Tree, x: jax.Array, scaling: Scaling | None, parts: int = 1)
     y = x @ w if scaling is None else matmul(x, w, scaling)
     if "a" in arrays:
         y = y + x @ arrays["a"] @ arrays["b"]
-    return y + arrays["bias"] / parts if "bias" in arrays else y
+    return add_bias(y, arrays["bias"] / parts) if "bias" in arrays else y

@@ -4,7 +4,7 @@ An update of AdamW is often less than half of bfloat16's last bit and would be l
 bytes per parameter, as in the ZeRO paper (arXiv:1910.02054): 2 of weights, 2 of gradients, 4 of the copy, 8 of moments.
 
 The weight is the rounded upper half of the copy, so only the remainder is stored, as a signed integer. `remainder16`
-takes 2 bytes: weight and remainder are bitwise equal to the float32 copy. `remainder8` takes 1 byte: weight and
+takes 2 bytes: weight and remainder have the 32 bits of the float32 copy. `remainder8` takes 1 byte: weight and
 remainder have 24 bits, rounded stochastically, so that smaller updates are correct on average. With 8-bit AdamW this
 takes 2 + 1 + 2.03 bytes per parameter, and 2 for gradients.
 
@@ -69,7 +69,8 @@ def with_remainder(
 ) -> optax.GradientTransformationExtraArgs:
     """Applies `tx` to bfloat16 weights with `bits` (8 or 16) additional bits. The update is rounded
     if it shrinks a weight to less than 2^-16 of its value, or if gradients are bfloat16 and it more than doubles a
-    weight. Otherwise it is exact.
+    weight. Otherwise it is exact. With 16 bits, the weights are bitwise those of `with_master` if `tx` returns float32
+    updates of bfloat16 gradients: AdamW, Adam, Lion, and SGD with momentum.
 
     >>> params = {"w": jnp.ones(3, jnp.bfloat16)}
     >>> with_remainder(optax.sgd(1e-4), 8).init(params).master["w"].dtype.name

@@ -34,8 +34,9 @@ def with_learning_rate(
         weight_decay: the share of a matrix that an update subtracts, times the learning rate.
         axes: the logical axes of each parameter; None: no parameter is a stack of layers.
     """
-    decay = [] if is_zero(weight_decay) else [add_decayed_weights(weight_decay, axes)]
-    return chain(scale, *decay, optax.scale_by_learning_rate(learning_rate))
+    # Checkpoints of runs with weight decay have an empty state before the number of updates.
+    decay = [] if is_zero(weight_decay) else [optax.identity()]
+    return chain(scale, *decay, scale_by_learning_rate(learning_rate, weight_decay, axes))
 
 
 def is_zero(hyperparameter: float | jax.Array) -> bool:
@@ -43,28 +44,38 @@ def is_zero(hyperparameter: float | jax.Array) -> bool:
     return not isinstance(hyperparameter, jax.Array) and hyperparameter == 0
 
 
-def add_decayed_weights(weight_decay: float | jax.Array, axes: AxesTree = None) -> Transformation:
-    """Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101) of matrices, but not of norms and biases.
-    Quantized weights are dequantized layer by layer, at most 8 M elements at a time, and added to the update in place.
-    With `update(..., layer=i)`, each stacked leaf contains one layer."""
+def scale_by_learning_rate(learning_rate: Rate, weight_decay: float | jax.Array, axes: AxesTree) -> Transformation:
+    """Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101) of matrices, but not of norms and biases, times
+    the negative learning rate. Quantized weights are dequantized layer by layer, at most 8 M elements at a time.
+    With `update(..., layer=i)`, each stacked leaf contains one layer.
 
-    def update(updates: Tree, state: Tree, params: Tree, **_: Any) -> tuple[Tree, Tree]:
-        def add_decay(names: Axes, u: jax.Array, w: Any) -> jax.Array:
-            if not is_matrix(names):
-                return u
-            if not is_encoded(w):
-                return decayed(u.astype(jnp.promote_types(u.dtype, w.dtype)), w)
-            return update_rows(decayed, u, w, names[len(names) - w.ndim :])
+    Both are computed in float32 and rounded by a hash. A bfloat16 update would lose a decay below half of its last bit:
+    of Lion's updates, which are 1 or -1, that of every weight below 0.02."""
+    has_decay = not is_zero(weight_decay)
 
-        def decayed(u: jax.Array, w: Any, *_: jax.Array) -> jax.Array:
-            # A bfloat16 update would lose a decay below half of its last bit: of Lion's updates, which are 1 or -1,
-            # that of every weight below 0.02.
+    def init(_: Tree) -> optax.ScaleByScheduleState:
+        return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
+
+    def update(updates: Tree, state: Tree, params: Tree = None, **_: Any) -> tuple[Tree, Tree]:
+        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+
+        def scale(names: Axes, u: jax.Array, w: Any) -> jax.Array:
+            if not has_decay or not is_matrix(names):
+                return scaled(u)
+            if is_encoded(w):
+                return update_rows(scaled, u, w, names[len(names) - w.ndim :])
+            return scaled(u.astype(jnp.promote_types(u.dtype, w.dtype)), w)
+
+        def scaled(u: jax.Array, w: Any = None, *_: jax.Array) -> jax.Array:
             wide = jnp.promote_types(u.dtype, jnp.float32)
-            return rounded_by_hash(u.astype(wide) + weight_decay * values_of(w, wide), u.dtype)
+            decayed = u.astype(wide) if w is None else u.astype(wide) + weight_decay * values_of(w, wide)
+            return rounded_by_hash(jnp.asarray(-rate, wide) * decayed, u.dtype, state.count)
 
-        return jax.tree.map(add_decay, axes_or_unnamed(axes, updates), updates, params, is_leaf=is_axes), state
+        weights = params if has_decay else updates
+        updates = jax.tree.map(scale, axes_or_unnamed(axes, updates), updates, weights, is_leaf=is_axes)
+        return updates, optax.ScaleByScheduleState(optax.safe_increment(state.count))
 
-    return Transformation(lambda _: optax.EmptyState(), update)
+    return Transformation(init, update)
 
 
 def named_update(tx: Transformation) -> Transformation:

@@ -21,7 +21,7 @@ from jaxmem.optim.groups import ParameterGroup
 from jaxmem.quant.precision import Params, gradient_dtype
 from jaxmem.sharding.gathering import stored_axes
 from jaxmem.sharding.layout import Layout
-from jaxmem.sharding.table import Axes, Role, is_axes, path_name
+from jaxmem.sharding.table import Axes, Role, is_axes, is_stacked, path_name
 from jaxmem.sharding.weights import differentiable
 from jaxmem.step import host_placement, nonfinite
 from jaxmem.step.batches import batch_spec
@@ -118,29 +118,65 @@ class StateSpec:
     def trainable(self) -> ParameterGroup:
         """The trainable parameters, and their optimizer."""
         axes = self.model.select(self.model.axes)
+        self._check_stacks(axes)
         return ParameterGroup(self.optimizer, axes, self.opt_axes, self.model.execution.pipeline_of_weight)
 
     def group(self, params: Tree) -> ParameterGroup:
         """The optimizer of some of the trainable parameters: `params` is a tree of only these."""
-        if not self._can_update_in_parts:
-            during = self.cfg.memory.update == "during"
-            given = "memory.update=during" if during else "memory.offload=optimizer"
-            raise UserError(
-                f"{given} does not support the argument optimizer if its updates depend on several values of a gradient"
-                " (clip_by_global_norm, lars, lamb, ...), because it updates one layer at a time; use "
-                f"{'memory.update=after' if during else 'memory.offload=none'}, or in place of the argument an "
-                "optimizer of the config with optimizer.clip"
-            )
+        self._check_parts()
         return self.trainable.part(params, self.optimizer_for)
 
-    @cached_property
-    def _can_update_in_parts(self) -> bool:
-        """Whether updates of layers and of slices of matrices equal one update of all parameters. Optimizers of the
-        config have the names of layers and slices."""
+    def _check_stacks(self, axes: AxesTree) -> None:
+        """Refuses an argument `optimizer` that would update stacks in another way than their layers."""
+        tx = self._user_optimizer
+        if tx is None or not any(map(is_stacked, jax.tree.leaves(axes, is_leaf=is_axes))):
+            return
+        if self._is_elementwise and not optim.updates_stacks_as_layers(tx, self._dense_shapes, axes):
+            raise UserError(
+                "the argument optimizer updates a stack of blocks in another way than each of them: a mask or labels by"
+                " x.ndim see the stack as one array with one more dimension; choose weights by name"
+            )
+
+    def _check_parts(self) -> None:
+        """Refuses an argument `optimizer` whose updates of layers and of slices of matrices differ from one update of
+        all parameters. Optimizers of the config have the names of layers and slices."""
+        tx = self._user_optimizer
+        if tx is None:
+            return
+        during = self.cfg.memory.update == "during"
+        setting = "memory.update=during" if during else "memory.offload=optimizer"
+        other = "memory.update=after" if during else "memory.offload=none"
+        if not self._updates_single_weights:
+            raise UserError(
+                f"{setting} does not support the argument optimizer if its mask or labels are a tree, because it "
+                f"updates one layer at a time; pass the mask or labels as a function of the parameters, or use {other}"
+            )
+        if not self._is_elementwise:
+            raise UserError(
+                f"{setting} does not support the argument optimizer if its updates depend on several values of a "
+                "gradient (clip_by_global_norm, lars, lamb, ...), because it updates one layer at a time; use "
+                f"{other}, or in place of the argument an optimizer of the config with optimizer.clip"
+            )
+
+    @property
+    def _user_optimizer(self) -> optax.GradientTransformationExtraArgs | None:
         tx = self.cfg.user.optimizer
-        return tx is None or optim.is_elementwise(
-            optim.chain(tx), jax.eval_shape(differentiable, self.model.select(self._shapes.params))
-        )
+        return None if tx is None else optim.chain(tx)
+
+    @property
+    def _dense_shapes(self) -> Tree:
+        """The trainable parameters as an optimizer sees them: without quantization."""
+        return jax.eval_shape(differentiable, self.model.select(self._shapes.params))
+
+    @cached_property
+    def _is_elementwise(self) -> bool:
+        tx = self._user_optimizer
+        return tx is None or optim.is_elementwise(tx, self._dense_shapes)
+
+    @cached_property
+    def _updates_single_weights(self) -> bool:
+        tx = self._user_optimizer
+        return tx is None or optim.updates_single_weights(tx, self._dense_shapes)
 
     @property
     def gradient_dtype(self) -> np.dtype | None:

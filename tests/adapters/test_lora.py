@@ -42,6 +42,18 @@ def test_a_layer_with_an_adapter_equals_the_merged_layer(magnitude):
     np.testing.assert_allclose(linear(x), np.float64(x) @ summed + bias, rtol=2e-5, atol=2e-6)
 
 
+def test_gradients_of_biases_are_summed_over_tokens_in_float32():
+    linear = Linear(nnx.Rngs(0), 24, 40, ("embed", "mlp"), bias=True)
+    linear.lora = Lora(nnx.Rngs(1), linear, [LowRank(3, 2.1, 0.5)], Adapter(kind="lora", lora_bias=True))
+    graphdef, state = nnx.split(linear)
+    x = jnp.ones((64, 128, 24), jnp.bfloat16)
+    g = jnp.full((64, 128, 40), 0.1, jnp.bfloat16).astype(jnp.float32)
+    loss = lambda state: jnp.vdot(g, nnx.merge(graphdef, state)(x).astype(jnp.float32))  # noqa: E731
+    gradient = jax.jit(jax.grad(loss))(state)
+    np.testing.assert_allclose(gradient["bias"].get_value(), 8192 * g[0, 0], rtol=1e-3)
+    np.testing.assert_allclose(gradient["lora"]["bias"].get_value(), 4096 * g[0, 0], rtol=1e-3)
+
+
 def test_scale_of_lora_and_rslora():
     model = Network()
     lora(model, targets={"first": 4, "second": 16}, alpha=32)

@@ -78,6 +78,16 @@ def test_results_and_gradients_are_those_of_the_definition(settings):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), ours, wanted)
 
 
+def test_gradients_of_the_biases_of_experts_are_summed_over_tokens_in_float32():
+    model, _ = made(mlp_bias=True, count=1, top_k=1)
+    graphdef, state = nnx.split(model)
+    x = jnp.ones((64, 128, EMBED), jnp.bfloat16)
+    g = jnp.full(x.shape, 0.1, jnp.bfloat16).astype(jnp.float32)
+    loss = lambda state: jnp.vdot(g, nnx.merge(graphdef, state)(x)[0].astype(jnp.float32))  # noqa: E731
+    gradient = jax.jit(jax.grad(loss))(state)["down"]["bias"].get_value()
+    np.testing.assert_allclose(gradient, jnp.full((1, EMBED), 8192 * g[0, 0, 0]), rtol=1e-3)
+
+
 def test_uniform_routing_has_the_least_losses():
     model, x = made(balance_loss=1.0, count=4, top_k=4, z_loss=1.0)
     model.router.weight.set_value(jnp.zeros((EMBED, 4)))

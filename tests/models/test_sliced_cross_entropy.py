@@ -4,10 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from jaxmem.models import cross_entropy, losses
-from jaxmem.models.cross_entropy import SlicedLoss, slice_width
+from jaxmem.config import Decoder
+from jaxmem.models import build, cross_entropy, losses
+from jaxmem.models.cross_entropy import SlicedLoss, slice_width, vocab_cross_entropy
 from jaxmem.models.losses import Terms
+from jaxmem.models.network import Execution
 from jaxmem.models.vocab_slices import VocabSlices
 from jaxmem.sharding.arrays import sum_gradients
 from jaxmem.sharding.layout import layout_for
@@ -111,6 +114,15 @@ def test_bfloat16_errors_are_those_of_the_whole():
         assert found.dtype == jnp.bfloat16
         off, usual = (np.abs(np.asarray(a, np.float64) - truth).max() for a in (found, other))
         assert off <= 1.5 * usual + 1e-3
+
+
+def test_a_soft_cap_of_bfloat16_logits_is_computed_in_float32_with_and_without_slices():
+    model = Decoder(vocab=VOCAB, layers=1, embed=EMBED, mlp=8, heads=1, kv_heads=1, head_dim=8, logit_soft_cap=4.0)
+    network = build(model, nnx.Rngs(0), Execution(dtype=np.dtype(jnp.bfloat16)))
+    x, _, labels, _ = inputs(jnp.bfloat16)
+    loss = nnx.jit(vocab_cross_entropy, static_argnums=3)
+    at_once, in_slices = (loss(network, 8 * x, labels, chunk) for chunk in (VOCAB, 6))
+    np.testing.assert_allclose(at_once, in_slices, rtol=1e-5)
 
 
 def _exact_gradients(x, weight, labels, counts):

@@ -133,6 +133,28 @@ def test_a_decay_below_the_last_bit_of_a_bfloat16_update_is_not_lost(stored):
     assert np.sum(decay * w) / np.sum(w * w) == pytest.approx(0.1, rel=0.1)
 
 
+@pytest.mark.parametrize("rate", [3e-4, 1e-3])
+@pytest.mark.parametrize("name", ["lion8bit", "adamw8bit"])
+def test_the_decay_of_small_bfloat16_weights_is_right_on_average(name, rate):
+    """The learning rate multiplies it before it is rounded."""
+    params = {"w": (0.01 * normal(64, 4096)).astype(jnp.bfloat16)}
+    w = np.float64(params["w"])
+    grads = [{"w": normal(64, 4096, seed=seed).astype(jnp.bfloat16)} for seed in range(1, 4)]
+    decayed, plain = (updates(getattr(optim, name)(rate, weight_decay=decay), params, grads)[0] for decay in (0.1, 0))
+    difference = sum(np.float64(a["w"]) - np.float64(b["w"]) for a, b in zip(decayed, plain, strict=True))
+    assert np.sum(difference * w) / np.sum(w * w) == pytest.approx(-3 * rate * 0.1, rel=0.05)
+
+
+def test_a_momentum_in_bfloat16_decays_where_gradients_are_zero():
+    tx = optim.sgd(1.0, momentum=0.995)
+    params = {"w": jnp.zeros(500, jnp.bfloat16)}
+    _, state = tx.update({"w": normal(500).astype(jnp.bfloat16)}, tx.init(params), params)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    decayed, _ = jax.lax.scan(lambda state, _: (tx.update(zeros, state, params)[1], None), state, length=2000)
+    sizes = [jnp.sum(jnp.abs(x[0].trace["w"].astype(jnp.float32))) for x in (state, decayed)]
+    assert sizes[1] < 0.01 * sizes[0]
+
+
 # ------------------------------------------------------------------ the config
 
 RUN = {"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 10}}

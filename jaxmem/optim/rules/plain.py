@@ -6,6 +6,7 @@ for vectors and projected matrices.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +84,7 @@ def lion(
 def trace(settings: SgdSettings = SgdSettings(), *, axes: AxesTree = None) -> optax.GradientTransformation:
     """SGD: no state without momentum; with momentum, one value per parameter."""
     del axes
-    return optax.identity() if is_zero(settings.momentum) else _in_dtype_of_weights(optax.trace(settings.momentum))
+    return optax.identity() if is_zero(settings.momentum) else _in_dtype_of_weights(_counted_trace(settings.momentum))
 
 
 def sgd(
@@ -99,12 +100,30 @@ def sgd(
     return with_learning_rate(trace(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
+class TraceState(NamedTuple):
+    """The state of `optax.trace`, and the number of updates, which rounding depends on."""
+
+    count: jax.Array  # type: ignore[assignment]
+    trace: Tree
+
+
+def _counted_trace(decay: float) -> optax.GradientTransformation:
+    tx = optax.trace(decay)
+
+    def update(updates: Tree, state: TraceState, params: Tree = None) -> tuple[Tree, TraceState]:
+        updates, inner = tx.update(updates, optax.TraceState(state.trace), params)
+        return updates, TraceState(optax.safe_increment(state.count), inner.trace)
+
+    return optax.GradientTransformation(lambda p: TraceState(jnp.zeros((), jnp.int32), tx.init(p).trace), update)
+
+
 def _in_dtype_of_weights(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """`tx` with state in the dtype of each weight (float32 for float16), for any dtype of its gradient. The dtype of a
     quantized weight is that of its dequantized values.
 
     It computes in float32. In bfloat16 a decay of 0.999 would be 1, and a mean of the last 1,000 squares that is
-    rounded to nearest would never decrease, so its state is rounded by a hash.
+    rounded to nearest would never decrease, so its state is rounded by a hash of its values and of the `count` in the
+    state: without it, an unchanged value would be rounded in the same way forever.
     """
 
     def init(params: Tree) -> Tree:
@@ -115,8 +134,7 @@ def _in_dtype_of_weights(tx: optax.GradientTransformation) -> optax.GradientTran
         dtypes, _ = jax.eval_shape(tx.update, widened(updates), state, params)
         updates, new = tx.update(*jax.tree.map(_wide, (updates, state)), params)
         updates = jax.tree.map(lambda u, like: u.astype(like.dtype), updates, dtypes)
-        count = state._asdict().get("count", 0)
-        return updates, jax.tree.map(lambda new, old: rounded_by_hash(new, old.dtype, count), new, state)
+        return updates, jax.tree.map(lambda new, old: rounded_by_hash(new, old.dtype, state.count), new, state)
 
     return optax.GradientTransformation(init, update)
 
