@@ -124,6 +124,11 @@ class Data(Source):
     shuffle: bool = setting(True, "whether documents are read in random order")
 
     @property
+    def has_conversations(self) -> bool:
+        """Whether a source has conversations or preferences."""
+        return any(SOURCES[source.source].contents in ("chat", "pairs") for source in self.mixture or (self,))
+
+    @property
     def max_segments(self) -> int:
         """Largest number of segments of a packed sequence: its documents, and the padding."""
         return 1 + self.documents_per_row

@@ -1,12 +1,14 @@
 """A model with its tokenizer: continues texts, and answers in conversations."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from jaxmem.config.sections import SOURCES
-from jaxmem.data.chat_template import Message, TemplateError, template_for
+from jaxmem.data.chat import end_of_answer
+from jaxmem.data.chat_template import ChatTemplate, Message, TemplateError, template_for
 from jaxmem.data.jsonl import read_objects
 from jaxmem.errors import UserError
 from jaxmem.inference.generate import ENDED, Conversation, Generator, Sampling
@@ -45,7 +47,16 @@ class TextGenerator:
 
     def check_template(self) -> None:
         """Refuses a model without a valid chat template."""
-        template_for(self._tokenizer, self._template_file)
+        _ = self._template
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return template_for(self._tokenizer, self._template_file)
+
+    @cached_property
+    def _answer_ends(self) -> frozenset[int]:
+        """The tokens that end an answer in a conversation."""
+        return self._tokenizer.ends | end_of_answer(self._tokenizer, self._template)
 
     def complete(self, prompt: str) -> Iterator[str]:
         """The continuation of a text, token by token."""
@@ -54,22 +65,22 @@ class TextGenerator:
 
     def complete_all(self, prompts: Sequence[str], batch: int = 8) -> Iterator[str]:
         """The continuation of each text, `batch` at a time."""
-        return self._continue_all([self._encode(prompt) for prompt in prompts], batch)
+        return self._continue_all([self._encode(prompt) for prompt in prompts], self._tokenizer.ends, batch)
 
     def answer(self, messages: Sequence[Message]) -> Iterator[str]:
         """The answer to a conversation, token by token. The KV cache of the previous conversation is reused for the
         common first tokens of both."""
         ids = self._rendered(messages)
-        return self._decode(self._watched(self._conversation(ids, self._tokens, self._tokenizer.ends)))
+        return self._decode(self._watched(self._conversation(ids, self._tokens, self._answer_ends)))
 
     def answer_all(self, conversations: Sequence[Sequence[Message]], batch: int = 8) -> Iterator[str]:
         """The answer to each conversation, `batch` at a time."""
-        return self._continue_all([self._rendered(messages) for messages in conversations], batch)
+        return self._continue_all([self._rendered(messages) for messages in conversations], self._answer_ends, batch)
 
-    def _continue_all(self, texts: Sequence[np.ndarray], batch: int) -> Iterator[str]:
+    def _continue_all(self, texts: Sequence[np.ndarray], ends: Collection[int], batch: int) -> Iterator[str]:
         for number, start in enumerate(range(0, len(texts), batch)):
             prompts = texts[start : start + batch]
-            generated = list(self._generate(prompts, self._tokens, self._tokenizer.ends, batch=number))
+            generated = list(self._generate(prompts, self._tokens, ends, batch=number))
             for ids in np.stack(generated).T:
                 yield "".join(self._decode(int(i) for i in ids if i != ENDED))
 
@@ -79,7 +90,7 @@ class TextGenerator:
             if token in messages[-1]["content"]:
                 raise UserError(f"{token} is a special token of the model; remove it from the message")
         try:
-            text, _ = template_for(self._tokenizer, self._template_file).render(messages, answer=True)
+            text, _ = self._template.render(messages, answer=True)
         except TemplateError as error:
             raise UserError(f"{error}") from error
         return self._tokenizer.encode_with_offsets(text)[0]
@@ -91,7 +102,7 @@ class TextGenerator:
         for token in ids:
             answer.append(token)
             yield token
-        self.is_cut = len(answer) == self._tokens and answer[-1] not in self._tokenizer.ends
+        self.is_cut = len(answer) == self._tokens and answer[-1] not in self._answer_ends
 
     def _encode(self, prompt: str) -> np.ndarray:
         return np.array([*self._tokenizer.begin, *self._tokenizer.encode(prompt)], np.int32)

@@ -151,7 +151,7 @@ def last_line(cfg: Config, step: int, directory: Path, *, data_ended: bool = Fal
     if cfg.reads_text:
         data = cfg.data
         has_template = data.chat_template is not None or data.tokenizer != "bytes"  # pairs of texts need none
-        is_chat = has_template and any(source.source in ("chat", "preference") for source in data.mixture or (data,))
+        is_chat = has_template and data.has_conversations
         kind = cfg.adapter.kind
         options = (" --adapter", " --merge") if kind in LOW_RANK else (" --adapter",) if kind == "prompt" else ("",)
         use = [

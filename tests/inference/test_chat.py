@@ -9,15 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.cli import main
 from jaxmem.config import save_config
+from jaxmem.config.gguf import read_gguf
 from jaxmem.data.tokenizer import Bytes, tokenizer_for
 from jaxmem.errors import UserError
-from jaxmem.hf.files import copy_tokenizer
+from jaxmem.hf.files import copy_metadata, copy_tokenizer
 from jaxmem.inference.chat import TextGenerator, decode_stream, read_prompts
 from jaxmem.inference.export import export_model
 from jaxmem.inference.generate import ENDED, Generator, Sampling
@@ -245,6 +246,57 @@ def test_an_exported_run_has_the_template_of_its_data(how: str, model: Path, tmp
     template.unlink()
     assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ messages[0].content }}"
     assert TextGenerator(tmp_path / "out", tokens=1).answer([{"role": "user", "content": "a"}])
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture
+def chatml(model: Path, tmp_path: Path) -> Path:
+    """A base model with a template of conversations, whose settings name only the end of a document (Qwen 2.5)."""
+    place = tmp_path / "chatml"
+    shutil.copytree(model, place)
+    settings = json.loads((place / "config.json").read_text()) | {"vocab_size": 259, "eos_token_id": 256}
+    (place / "config.json").write_text(json.dumps(settings))
+    (place / "generation_config.json").write_text('{"eos_token_id": 256}')
+    weights = load_file(place / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = np.concatenate([weights[name], weights[name][:2]])
+    save_file(weights, place / "model.safetensors")
+    content = json.loads((place / "tokenizer.json").read_text())
+    added = content["added_tokens"]
+    added += [{**added[0], "id": 257 + n, "content": name} for n, name in enumerate(("<|im_start|>", "<|im_end|>"))]
+    (place / "tokenizer.json").write_text(json.dumps(content))
+    (place / "chat_template.jinja").write_text(CHATML)
+    return place
+
+
+def test_the_token_that_ends_a_turn_in_the_template_ends_an_answer(chatml: Path, monkeypatch) -> None:
+    generator = TextGenerator(chatml, tokens=4)
+    monkeypatch.setattr(generator._generate, "_read", lambda state, *_: np.full(len(state.first), 258))
+    question = [{"role": "user", "content": "a"}]
+    assert list(generator.answer(question)) == [""]
+    assert not generator.is_cut
+    assert list(generator.answer_all([question])) == [""]
+    assert list(generator.complete("a")) == [""] * 4, "a document ends with another token"
+
+
+def test_an_export_of_a_run_on_conversations_names_the_token_that_ends_a_turn(chatml: Path, tmp_path: Path) -> None:
+    built, _ = open_model(chatml, ["data.source=chat", "data.path=none.jsonl", "data.packing=true"])
+    params = SavedState(built).of(initial_state(built)).params
+    save_config(built.cfg, tmp_path / "run/config.yaml")
+    copy_metadata(chatml, tmp_path / "run/hf")
+    with Checkpoints(tmp_path / "run/checkpoints") as checkpoints:
+        checkpoints.save(0, {"params": params}, {}, built.cfg.model_dump(mode="json"), force=True)
+    export_model(tmp_path / "run", tmp_path / "out")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == [256, 258]
+    export_model(tmp_path / "run", tmp_path / "out.gguf")
+    read = read_gguf(tmp_path / "out.gguf").metadata
+    assert [read[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot")] == [256, 258]
 
 
 def test_bytes_as_a_file_are_the_bytes(tmp_path: Path) -> None:
