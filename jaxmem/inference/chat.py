@@ -60,12 +60,15 @@ class TextGenerator:
 
     def complete(self, prompt: str) -> Iterator[str]:
         """The continuation of a text, token by token."""
-        steps = self._generate([self._encode(prompt)], self._tokens, self._tokenizer.ends)
-        return self._decode(int(tokens[0]) for tokens in steps)
+        ids = self._encode(prompt)
+        steps = self._generate([ids], self._tokens, self._tokenizer.ends)
+        return self._decode((int(tokens[0]) for tokens in steps), ids)
 
     def complete_all(self, prompts: Sequence[str], batch: int = 8) -> Iterator[str]:
         """The continuation of each text, `batch` at a time."""
-        return self._continue_all([self._encode(prompt) for prompt in prompts], self._tokenizer.ends, batch)
+        texts = [self._encode(prompt) for prompt in prompts]
+        answers = self._continue_all(texts, self._tokenizer.ends, batch)
+        return ("".join(self._decode(answer, ids)) for answer, ids in zip(answers, texts, strict=True))
 
     def answer(self, messages: Sequence[Message]) -> Iterator[str]:
         """The answer to a conversation, token by token. The KV cache of the previous conversation is reused for the
@@ -75,14 +78,16 @@ class TextGenerator:
 
     def answer_all(self, conversations: Sequence[Sequence[Message]], batch: int = 8) -> Iterator[str]:
         """The answer to each conversation, `batch` at a time."""
-        return self._continue_all([self._rendered(messages) for messages in conversations], self._answer_ends, batch)
+        texts = [self._rendered(messages) for messages in conversations]
+        return ("".join(self._decode(answer)) for answer in self._continue_all(texts, self._answer_ends, batch))
 
-    def _continue_all(self, texts: Sequence[np.ndarray], ends: Collection[int], batch: int) -> Iterator[str]:
+    def _continue_all(self, texts: Sequence[np.ndarray], ends: Collection[int], batch: int) -> Iterator[list[int]]:
+        """The tokens that continue each text, `batch` texts at a time."""
         for number, start in enumerate(range(0, len(texts), batch)):
             prompts = texts[start : start + batch]
             generated = list(self._generate(prompts, self._tokens, ends, batch=number))
             for ids in np.stack(generated).T:
-                yield "".join(self._decode(int(i) for i in ids if i != ENDED))
+                yield [int(i) for i in ids if i != ENDED]
 
     def _rendered(self, messages: Sequence[Message]) -> np.ndarray:
         """The tokens of a conversation up to the beginning of the answer."""
@@ -107,8 +112,19 @@ class TextGenerator:
     def _encode(self, prompt: str) -> np.ndarray:
         return np.array([*self._tokenizer.begin, *self._tokenizer.encode(prompt)], np.int32)
 
-    def _decode(self, ids: Iterable[int]) -> Iterator[str]:
-        return decode_stream(self._tokenizer.decode, ids, self._stops)
+    def _decode(self, ids: Iterable[int], prompt: Sequence[int] | np.ndarray = ()) -> Iterator[str]:
+        """The text of tokens as they are generated, as the continuation of `prompt`. The decoders of Llama 2 and
+        Mistral remove a space at the beginning of a text, so the last token of the prompt is decoded with the others,
+        and its text is cut off."""
+        last = [int(token) for token in prompt[-1:]]
+        before = self._tokenizer.decode(last)
+        if before.endswith("\ufffd"):  # a part of a character, whose text depends on the next token
+            last, before = [], ""
+
+        def decode(answer: list[int]) -> str:
+            return self._tokenizer.decode([*last, *answer])[len(before) :]
+
+        return decode_stream(decode, ids, self._stops)
 
 
 def read_prompts(file: str | Path) -> list[str]:

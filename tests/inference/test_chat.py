@@ -16,6 +16,7 @@ from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.cli import main
 from jaxmem.config import save_config
 from jaxmem.config.gguf import read_gguf
+from jaxmem.config.gguf_tokenizer import tokenizer_json
 from jaxmem.data.tokenizer import Bytes, tokenizer_for
 from jaxmem.errors import UserError
 from jaxmem.hf.files import copy_metadata, copy_tokenizer
@@ -246,6 +247,26 @@ def test_an_exported_run_has_the_template_of_its_data(how: str, model: Path, tmp
     template.unlink()
     assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ messages[0].content }}"
     assert TextGenerator(tmp_path / "out", tokens=1).answer([{"role": "user", "content": "a"}])
+
+
+def test_a_continuation_keeps_the_space_that_a_decoder_removes_at_the_beginning_of_a_text(
+    model: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """The decoders of Llama 2 and Mistral remove it."""
+    texts = ["<unk>", "<s>", "</s>", "▁Hello", "▁", "w"]
+    metadata = {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": texts, "tokenizer.ggml.token_type": [2, 3, 3, 1, 1, 1],
+        "tokenizer.ggml.scores": [0.0] * len(texts), "tokenizer.ggml.bos_token_id": 1,
+    }  # fmt: skip
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model/tokenizer.json").write_text(json.dumps(tokenizer_json(metadata, 257)))
+    generator = TextGenerator(tmp_path / "model", tokens=2)
+    tokens = iter([4, 5] * 4)
+    monkeypatch.setattr(generator._generate, "_read", lambda state, *_: np.full(len(state.first), next(tokens)))
+    monkeypatch.setattr(generator, "_encode", lambda prompt: np.array([1, 3] if prompt else [1]))
+    assert "".join(generator.complete("Hello")) == " w"
+    assert list(generator.complete_all(["Hello"])) == [" w"]
+    assert "".join(generator.complete("")) == "w", "the beginning of a text"
 
 
 CHATML = (
