@@ -213,6 +213,11 @@ class Checkpoint(Section):
     every: Count | None = setting(None, "updates between two checkpoints; the last update is always saved")
     keep: Count = setting(3, "number of checkpoints to keep")
     keep_best: bool = setting(False, "also keep the checkpoint with the lowest held-out loss")
+    step: Annotated[int, Field(ge=0)] | Literal["best"] | None = setting(
+        None,
+        "checkpoint that evaluate, generate, chat and export read: a step, or best (lowest held-out loss); null: the"
+        " newest",
+    )
     resume: Literal["auto", "never"] = setting("auto", "whether a run continues from its last checkpoint")
 
 

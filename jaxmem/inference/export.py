@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from flax import nnx
@@ -18,7 +19,12 @@ from jaxmem.inference.load import HF_FOLDER, is_run, model_config, open_model
 
 
 def export_model(
-    run: str | Path, target: str | Path, dtype: str | None = None, adapter: bool = False, merge: bool = False
+    run: str | Path,
+    target: str | Path,
+    dtype: str | None = None,
+    adapter: bool = False,
+    merge: bool = False,
+    overrides: Sequence[str] = (),
 ) -> str:
     """Writes a model as a Hugging Face directory or as a GGUF file.
 
@@ -28,11 +34,12 @@ def export_model(
         dtype: By default the dtype of the files of `model.hf` or, without, the stored dtype; for a GGUF file float16.
         adapter: Write only the adapters, in PEFT's format.
         merge: Write all weights with the adapters merged, tensor by tensor.
+        overrides: Settings that replace those of the run, such as `checkpoint.step=best`.
 
     Returns:
         A line that describes the result.
     """
-    saved = model_config(run)
+    saved = model_config(run, overrides)
     _check_adapters(run, saved.adapter.kind, saved.model.family, adapter, merge)
     if adapter and is_gguf(target):
         raise UserError(f"export: --adapter writes a directory for PEFT, not {target}; use a directory, or --merge")
@@ -40,7 +47,7 @@ def export_model(
         raise UserError(
             f"export: --adapter does not support --dtype {dtype}; adapters keep their dtype; remove --dtype"
         )
-    program, params = open_model(run)
+    program, params = open_model(run, overrides)
     cfg = program.cfg
     base_files = Path(run, HF_FOLDER) if is_run(run) else Path(getattr(cfg.model, "hf", ""))
     indices = program.model.execution.layer_indices

@@ -26,7 +26,7 @@ from jaxmem.config.mesh import MESH_AXES
 from jaxmem.config.peft import base_of, is_adapter, is_prompt
 from jaxmem.config.user import UserObjects
 from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
-from jaxmem.errors import UserError
+from jaxmem.errors import UserError, one_of
 from jaxmem.hf.peft import add_adapters, read_base
 from jaxmem.models import user
 from jaxmem.sharding.host import fetch_from_host
@@ -42,7 +42,7 @@ HF_FOLDER = "hf"  # settings and tokenizer, in a run that began from a Hugging F
 
 
 def open_model(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Program, Tree]:
-    """(program, parameters) of a run's newest checkpoint, or of a Hugging Face directory."""
+    """(program, parameters) of a run, or of a Hugging Face directory."""
     if is_run(directory):
         return open_run(directory, overrides)
     built = _program(model_config(directory, overrides))
@@ -123,7 +123,7 @@ def check_run(directory: str | Path, key: str = "") -> None:
 def open_run(
     directory: str | Path, overrides: Sequence[str] = (), user: UserObjects | None = None
 ) -> tuple[Program, Tree]:
-    """(program, parameters) of the newest checkpoint. `user`: the objects of the script that trained the run."""
+    """(program, parameters) of a checkpoint. `user`: the objects of the script that trained the run."""
     check_run(directory)
     cfg = model_config(directory, overrides)
     built = _program(cfg.with_user(user) if user else cfg)
@@ -134,24 +134,42 @@ def open_run(
         as_saved = built.with_precision(precision)
         return as_saved, _saved_params(as_saved, checkpoints, step)
 
-    as_saved, params = read_newest(directory, cfg, read)
+    as_saved, params = read_checkpoint(directory, cfg, read)
     return built, params if as_saved.cfg == built.cfg else _store_as(built, params)
 
 
-def read_newest(run: str | Path, cfg: Config, read: Callable[[Checkpoints, int], T]) -> T:
-    """What `read` returns for the newest checkpoint and its step. If the run writes at the same time and has deleted
-    this checkpoint, the next newest is read."""
+def read_checkpoint(run: str | Path, cfg: Config, read: Callable[[Checkpoints, int], T]) -> T:
+    """What `read` returns for the checkpoint `checkpoint.step`, by default the newest, and its step. If the run writes
+    at the same time and has deleted this checkpoint, the next newest is read."""
     path = checkpoint_directory(run, cfg.checkpoint.path, cfg.name)
     while True:
         with Checkpoints(path, read_only=True) as checkpoints:
-            step = checkpoints.latest()
-            if step is None:
-                raise UserError(f"{run}: has no checkpoint yet; wait for the first, or set a smaller checkpoint.every")
+            step = _step_to_read(run, checkpoints, cfg.checkpoint.step)
             try:
                 return read(checkpoints, step)
             except DamagedError:
                 if (checkpoints.directory / str(step)).exists():
                     raise
+
+
+def _step_to_read(run: str | Path, checkpoints: Checkpoints, step: int | str | None) -> int:
+    """The step that `checkpoint.step` names."""
+    steps = checkpoints.steps()
+    if not steps:
+        raise UserError(f"{run}: has no checkpoint yet; wait for the first, or set a smaller checkpoint.every")
+    if step is None:
+        return steps[-1]
+    if isinstance(step, int):
+        if step not in steps:
+            raise UserError(f"{run}: has no checkpoint of checkpoint.step={step}; use {one_of(steps)}")
+        return step
+    best = checkpoints.best()
+    if best is None:
+        raise UserError(
+            f"{run}: no checkpoint has a held-out loss, which checkpoint.step=best requires; use a step"
+            f" ({one_of(steps)})"
+        )
+    return best
 
 
 def _saved_params(as_saved: Program, checkpoints: Checkpoints, step: int) -> Tree:
@@ -191,7 +209,7 @@ def initial_state(built: Program) -> TrainState:
     if run is not None:
         check_run(run, "adapter.base_run")
         saved = load_config(Path(run, "config.yaml"))
-        base = read_newest(run, saved, partial(base_params, built))
+        base = read_checkpoint(run, saved, partial(base_params, built))
     elif getattr(built.cfg.model, "hf", None) is not None:
         base = read_base(built)
     else:

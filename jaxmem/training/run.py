@@ -119,6 +119,11 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
     from jaxmem.planning.targets import local_target
     from jaxmem.training.memory_check import PeakCheck, check_fits, explained_out_of_memory
 
+    if (chosen := cfg.checkpoint.step) is not None:
+        raise UserError(
+            f"train does not support checkpoint.step={chosen}, which is for evaluate, generate, chat and export; a run"
+            " continues from its newest checkpoint"
+        )
     check_trackers(cfg.train.trackers)
     cache_compiled_programs(cfg.output)
     _preflight(cfg.cluster)
@@ -217,7 +222,8 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
         checkpoints.wait()
         for line in loader.corpus.summary(built.rows, gather):
             progress.say(line)
-        progress.say(lines.last_line(cfg, step, directory, data_ended=data_ended))
+        best = checkpoints.best() if cfg.checkpoint.keep_best else None
+        progress.say(lines.last_line(cfg, step, directory, data_ended=data_ended, best=best))
     return Result(directory, step, telemetry.last, held_out, lambda: state, built, stop.exit_code, plan)
 
 
