@@ -23,6 +23,7 @@ from jaxmem.config import LOW_RANK, Config, Decoder, Mesh, Pipeline
 from jaxmem.config.hub import is_tokenizer_of, local_directory
 from jaxmem.config.load import load_config
 from jaxmem.config.mesh import MESH_AXES
+from jaxmem.config.names import LAYER_RANGE
 from jaxmem.config.peft import base_of, is_adapter, is_prompt
 from jaxmem.config.user import UserObjects
 from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
@@ -69,9 +70,17 @@ def model_config(directory: str | Path, overrides: Sequence[str] = ()) -> Config
         raw = _hf_config(base_of(directory))
         if is_prompt(directory):  # a soft prompt comes before each text, so texts are not packed
             raw["data"]["packing"] = False
+        if (directory / "tokenizer.json").is_file():  # that of the training, e.g. with another chat template
+            raw["data"]["tokenizer"] = str(directory)
         if (template := directory / hf.CHAT_TEMPLATE).is_file():
             raw["data"]["chat_template"] = str(template)
-        return load_config({**raw, "adapter": {"hf": str(directory)}}, overrides)
+        cfg = load_config({**raw, "adapter": {"hf": str(directory)}}, overrides)
+        some_layers = any(map(LAYER_RANGE.search, cfg.trainable_patterns))
+        if cfg.precision.parameters == "bfloat16" and cfg.base_precision == cfg.precision and not some_layers:
+            # Adapters are usually float32, also those of a base in bfloat16. If base weights of some layers are
+            # trained, all layers must be stored in one format.
+            cfg = cfg.replace(precision={"parameters": "float32"}, adapter={"base": "bfloat16"})
+        return cfg
     raise UserError(
         f"{directory} is neither a run (no config.yaml) nor a Hugging Face model (no config.json); use a directory "
         "that `jaxmem train` wrote, or a directory with config.json and *.safetensors"
