@@ -105,6 +105,11 @@ def run(
     docs/how-to/from-a-script.md.
     """
     cfg = config_with(cfg, **parts)
+    if (chosen := cfg.checkpoint.step) is not None:
+        raise UserError(
+            f"train does not support checkpoint.step={chosen}, which is for evaluate, generate, chat and export; a run"
+            " continues from its newest checkpoint"
+        )
     with requeued_before_training(), ExitStack() as locks:
         for key, place in locked_places(cfg).items():
             if warning := locks.enter_context(run_lock(place, cfg.name, key)):
@@ -119,11 +124,6 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
     from jaxmem.planning.targets import local_target
     from jaxmem.training.memory_check import PeakCheck, check_fits, explained_out_of_memory
 
-    if (chosen := cfg.checkpoint.step) is not None:
-        raise UserError(
-            f"train does not support checkpoint.step={chosen}, which is for evaluate, generate, chat and export; a run"
-            " continues from its newest checkpoint"
-        )
     check_trackers(cfg.train.trackers)
     cache_compiled_programs(cfg.output)
     _preflight(cfg.cluster)

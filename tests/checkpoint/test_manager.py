@@ -211,7 +211,7 @@ def test_a_reader_takes_the_checkpoint_of_a_step_or_the_best(tmp_path: Path) -> 
             checkpoints.save(step, {"x": jnp.ones(3)}, POSITION, CONFIG, {"loss": loss}, force=True)
         checkpoints.wait()
         assert [read(step) for step in (None, 1, "best")] == [3, 1, 2]
-        with pytest.raises(UserError, match="runs/x: has no checkpoint of checkpoint.step=4; use 1, 2 or 3"):
+        with pytest.raises(UserError, match=r"runs/x: has no checkpoint of checkpoint.step=4; use 1, 2 or 3"):
             read(4)
 
 

@@ -141,9 +141,7 @@ def test_an_adapter_with_a_trained_tied_embedding_is_refused(tmp_path: Path) -> 
     raw = {"name": "x", "model": {**SMALL, "tie_embeddings": True}, "train": {"steps": 1}}
     built = program(load_config(raw, ["adapter.kind=lora", "optimizer.trainable=[embedding.*]"]), jax.devices()[:1])
     with pytest.raises(UserError, match="PEFT does not tie a trained embedding to the output projection; use --merge"):
-        hf.save_adapter(
-            built.spec.state.params, built.cfg.adapter, tmp_path / "out", saved=hf.saved_names(built)
-        )
+        hf.save_adapter(built.spec.state.params, built.cfg.adapter, tmp_path / "out", saved=hf.saved_names(built))
 
 
 def test_adapters_of_fused_matrices_are_refused(tmp_path: Path, directories: Path) -> None:

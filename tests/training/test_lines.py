@@ -92,7 +92,9 @@ def test_the_step_of_the_best_checkpoint_is_named() -> None:
 
 
 def test_training_has_no_checkpoint_to_choose() -> None:
-    with pytest.raises(UserError, match="train does not support checkpoint.step=best, which is for evaluate, generate"):
+    with pytest.raises(
+        UserError, match=r"train does not support checkpoint.step=best, which is for evaluate, generate"
+    ):
         run(config(checkpoint={"step": "best"}))
 
 
