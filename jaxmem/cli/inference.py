@@ -97,7 +97,7 @@ def chat(
             print_text("\n")
             if model.is_cut and is_first_process():
                 say(f"(cut off after {tokens} tokens; --tokens N allows longer answers)", file=sys.stderr)
-            messages.append({"role": "assistant", "content": answer})
+            messages.append({"role": "assistant", "content": model.content(answer)})
 
 
 def evaluate(

@@ -14,6 +14,9 @@ from jaxmem.errors import UserError
 from jaxmem.inference.generate import ENDED, Conversation, Generator, Sampling
 from jaxmem.inference.load import open_model, tokenizer_of
 
+CHANNEL = "<|channel|>"  # special tokens around the name of a channel
+MESSAGE = "<|message|>"
+
 
 class TextGenerator:
     """A run or a Hugging Face directory, ready to generate text."""
@@ -43,6 +46,7 @@ class TextGenerator:
         self._template_file = program.cfg.data.chat_template
         self._tokens = tokens
         self._stops = tuple(stop for stop in stops if stop)
+        self._answer: list[int] = []  # the tokens of the last answer
         self.is_cut = False  # whether the last answer ended only because it had `tokens` tokens
 
     def check_template(self) -> None:
@@ -103,11 +107,21 @@ class TextGenerator:
     def _watched(self, ids: Iterable[int]) -> Iterator[int]:
         """The same tokens. Not read to the end if a stop ends the answer, which then is not cut."""
         self.is_cut = False
-        answer = []
+        self._answer = []
         for token in ids:
-            answer.append(token)
+            self._answer.append(token)
             yield token
-        self.is_cut = len(answer) == self._tokens and answer[-1] not in self._answer_ends
+        self.is_cut = len(self._answer) == self._tokens and self._answer[-1] not in self._answer_ends
+
+    def content(self, answer: str) -> str:
+        """The text of the last answer in the history of a conversation. If the model has channels (gpt-oss), it is that
+        of the last channel `final`, since other channels have the reasoning. The text has no marks of channels."""
+        special = self._tokenizer.special
+        if not special.keys() >= {CHANNEL, MESSAGE}:
+            return answer
+        mark = [special[CHANNEL], *self._tokenizer.encode("final").tolist(), special[MESSAGE]]
+        ends = [n for n in range(len(mark), len(self._answer) + 1) if self._answer[n - len(mark) : n] == mark]
+        return answer[len(self._tokenizer.decode(self._answer[: ends[-1]])) :] if ends else answer
 
     def _encode(self, prompt: str) -> np.ndarray:
         return np.array([*self._tokenizer.begin, *self._tokenizer.encode(prompt)], np.int32)

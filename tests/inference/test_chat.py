@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -218,6 +219,32 @@ def test_a_message_that_is_refused_does_not_end_a_conversation_on_a_terminal(mod
         assert code == (0 if is_terminal else 2)
 
 
+class WithChannels(Bytes):
+    """The special tokens around the name of a channel, of gpt-oss."""
+
+    special = MappingProxyType({**Bytes.special, "<|channel|>": 257, "<|message|>": 258})
+
+
+@pytest.mark.parametrize("stop", ["none", "d"])
+def test_a_conversation_goes_on_after_the_text_of_the_final_channel(
+    model: Path, tmp_path: Path, capsys, monkeypatch, stop
+) -> None:
+    prompts = []
+
+    def answer(_conversation, tokens, *_):
+        prompts.append(bytes(tokens.tolist()).decode())
+        return iter([257, *b"analysis", 258, *b"why", 257, *b"final", 258, *b"said"])
+
+    monkeypatch.setattr("jaxmem.inference.chat.tokenizer_of", lambda _: WithChannels())
+    monkeypatch.setattr("jaxmem.inference.generate.Conversation.__call__", answer)
+    (template := tmp_path / "x.jinja").write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+    _, out, _ = run(capsys, "chat", str(model), f"data.chat_template={template}", "--stop", stop)
+    said = "said".removesuffix(stop)
+    assert out == f"analysiswhyfinal{said}\n" * 2
+    assert prompts == ["one;", f"one;{said};two;"]
+
+
 @pytest.mark.exhaustive
 def test_a_batch_of_conversations_has_the_answers_of_each(model: Path) -> None:
     conversations = [[{"role": "user", "content": text}] for text in ("one", "a longer text", "b")]
@@ -255,8 +282,9 @@ def test_a_continuation_keeps_the_space_that_a_decoder_removes_at_the_beginning_
     """The decoders of Llama 2 and Mistral remove it."""
     texts = ["<unk>", "<s>", "</s>", "▁Hello", "▁", "w"]
     metadata = {
-        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": texts, "tokenizer.ggml.token_type": [2, 3, 3, 1, 1, 1],
-        "tokenizer.ggml.scores": [0.0] * len(texts), "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": texts,
+        "tokenizer.ggml.token_type": [2, 3, 3, 1, 1, 1], "tokenizer.ggml.scores": [0.0] * len(texts),
+        "tokenizer.ggml.bos_token_id": 1,
     }  # fmt: skip
     shutil.copytree(model, tmp_path / "model")
     (tmp_path / "model/tokenizer.json").write_text(json.dumps(tokenizer_json(metadata, 257)))
