@@ -57,9 +57,13 @@ class Retention(ocp.checkpoint_managers.PreservationPolicy):
         del context
         steps = [info.step for info in checkpoints]
         kept = set(sorted(steps)[-self.keep :])
-        if self.keep_best and (finite := self._finite(steps)):
-            kept.add(min(finite)[1])
+        if self.keep_best and (best := self.best(steps)) is not None:
+            kept.add(best)
         return [step in kept for step in steps]
+
+    def best(self, steps: Iterable[int]) -> int | None:
+        """The step with the lowest held-out loss; None if no loss is known."""
+        return min(self._finite(steps), default=(math.inf, None))[1]
 
     def _finite(self, steps: Iterable[int]) -> list[tuple[float, int]]:
         """(loss, step) of the steps whose loss is known and finite."""
@@ -176,6 +180,10 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     def latest(self) -> int | None:
         return max(self.steps(), default=None)
+
+    def best(self) -> int | None:
+        """The step with the lowest held-out loss; None if no checkpoint has been evaluated."""
+        return self._retention.best(self.steps())
 
     def read(self, step: int) -> tuple[JsonDict, JsonDict]:
         """Data position and config, without the arrays, to refuse a resume before anything is compiled."""

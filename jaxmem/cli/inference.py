@@ -97,7 +97,7 @@ def chat(
             print_text("\n")
             if model.is_cut and is_first_process():
                 say(f"(cut off after {tokens} tokens; --tokens N allows longer answers)", file=sys.stderr)
-            messages.append({"role": "assistant", "content": answer})
+            messages.append({"role": "assistant", "content": model.content(answer)})
 
 
 def evaluate(
@@ -130,6 +130,7 @@ def evaluate(
 def export(
     run: Model,
     target: Annotated[Path, typer.Argument(metavar="DIR", help="The directory to write, or a GGUF file (FILE.gguf).")],
+    overrides: Overrides = None,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -148,7 +149,7 @@ def export(
     take_devices(simulate)
     from jaxmem.inference.export import export_model
 
-    say(export_model(run, target, dtype, adapter, merge))
+    say(export_model(run, target, dtype, adapter, merge, overrides or ()))
 
 
 def _read_line() -> str | None:

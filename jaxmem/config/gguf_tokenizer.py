@@ -13,6 +13,7 @@ from jaxmem.typing import JsonDict, JsonView
 
 Item = TypeVar("Item")
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)  # types of tokens
+ENDS = ("eos", "eot", "eom")  # tokens that end a document, a turn, a message
 MAX_TOKENS = 1 << 20  # limits what a damaged file can make of a vocabulary
 MAX_TOKEN_LENGTH = 512  # characters; the longest tokens of usual vocabularies are 128 spaces
 SPACE = "▁"
@@ -199,7 +200,7 @@ def _template(token: str, number: int) -> JsonDict:
 
 def special_token_ids(metadata: JsonView) -> JsonDict:
     """Keys of config.json: the token before a document, and the tokens that end an answer."""
-    numbers = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    numbers = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ENDS]
     ends = sorted({number for number in numbers if isinstance(number, int)})
     begin = metadata.get("tokenizer.ggml.bos_token_id")
     ids: JsonDict = {"eos_token_id": ends} if ends else {}

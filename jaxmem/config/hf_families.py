@@ -176,7 +176,8 @@ def text_settings(settings: JsonView) -> JsonView:
     architecture = next((TEXT_MODELS[name] for name in names if name in TEXT_MODELS), None)
     if architecture is None:
         return settings
-    return {**read(settings, "text_config", JsonDict), "architectures": [architecture]}
+    dtype = {key: settings[key] for key in ("dtype", "torch_dtype") if key in settings}  # of all parts of the model
+    return {**dtype, **read(settings, "text_config", JsonDict), "architectures": [architecture]}
 
 
 def text_name(name: str) -> str | None:

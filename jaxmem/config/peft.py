@@ -163,7 +163,8 @@ def _targets(settings: JsonView, modules: Sequence[HfModule]) -> list[HfModule]:
         for name in selection:
             if not select_names([name], all_names, "target_modules"):
                 raise UnsupportedError(f"target_modules: {name} is not supported{nearest(name, suffixes)}")
-        if layers := read(settings, "layers_to_transform", int | list[int], []):
+        layers = read(settings, "layers_to_transform", int | list[int], [])
+        if layers != []:  # 0 is the first layer
             in_layers = _in_layers(settings, [layers] if isinstance(layers, int) else layers, possible)
             names = {name for name in names if name in selection or name in in_layers}
     names |= select_names(linear, all_names, "target_parameters")

@@ -132,6 +132,11 @@ class Data(Source):
     shuffle: bool = setting(True, "whether documents are read in random order")
 
     @property
+    def has_conversations(self) -> bool:
+        """Whether a source has conversations or preferences."""
+        return any(SOURCES[source.source].contents in ("chat", "pairs") for source in self.mixture or (self,))
+
+    @property
     def max_segments(self) -> int:
         """Largest number of segments of a packed sequence: its documents, and the padding."""
         return 1 + self.documents_per_row
@@ -216,6 +221,11 @@ class Checkpoint(Section):
     every: Count | None = setting(None, "updates between two checkpoints; the last update is always saved")
     keep: Count = setting(3, "number of checkpoints to keep")
     keep_best: bool = setting(False, "also keep the checkpoint with the lowest held-out loss")
+    step: Annotated[int, Field(ge=0)] | Literal["best"] | None = setting(
+        None,
+        "checkpoint that evaluate, generate, chat and export read: a step, or best (lowest held-out loss); null: the"
+        " newest",
+    )
     resume: Literal["auto", "never"] = setting("auto", "whether a run continues from its last checkpoint")
 
 

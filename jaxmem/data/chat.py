@@ -249,6 +249,19 @@ def _common_prefix(left: str, right: str) -> int:
     return low
 
 
+def end_of_answer(tokenizer: Tokenizer, template: ChatTemplate) -> frozenset[int]:
+    """The special token that a template writes after an answer; empty if it writes none. A model that was trained on
+    conversations ends its answers with it, also if it is not the end-of-document token."""
+    mark = PLACEHOLDERS[0]
+    try:
+        text = template.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]).text
+    except TemplateError:  # a template may refuse a conversation without other messages
+        return frozenset()
+    after = text.partition(mark)[2].lstrip()
+    longest_first = sorted(tokenizer.special, key=len, reverse=True)
+    return frozenset([tokenizer.special[name] for name in longest_first if after.startswith(name)][:1])
+
+
 def parse_pair(record: JsonDict, tokenizer: Tokenizer, encoder: Callable[[], ChatEncoder]) -> Sequence[Document]:
     """The two answers of a record, each after the prompt."""
     if missing := [answer for answer in PAIR if answer not in record]:

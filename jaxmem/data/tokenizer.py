@@ -106,8 +106,9 @@ class FileTokenizer:
             token.content: int(number) for number, token in added.items() if token.special
         }
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.end = self._end_token(file.with_name("tokenizer_config.json"))
-        self.ends = frozenset({self.end, *self._other_ends(file.parent)})
+        eos = self._eos_token(file.with_name("tokenizer_config.json"))
+        self.end = self._end_token(eos)
+        self.ends = frozenset({self.end, *self._other_ends(file.parent, eos)})
         self.begin = self._begin_tokens()
         self.identity = f"sha256:{hashlib.sha256(self.content).hexdigest()},end={self.end}"
 
@@ -140,24 +141,26 @@ class FileTokenizer:
         """A second tokenizer with another setting: it recognizes special tokens in a text."""
         return self._read()
 
-    def _end_token(self, config: Path) -> int:
-        """A token known to end documents; otherwise the eos_token of the tokenizer_config.json next to the file."""
-        names = list(END_NAMES)
-        if config.is_file():
-            eos = read_json(config).get("eos_token")
-            eos = eos.get("content") if isinstance(eos, dict) else eos
-            names += [eos] if isinstance(eos, str) else []
-        for name in names:
-            if (token := self._tokenizer.token_to_id(name)) is not None:
+    def _eos_token(self, config: Path) -> int | None:
+        """The eos_token of the tokenizer_config.json next to the file."""
+        eos = read_json(config).get("eos_token") if config.is_file() else None
+        eos = eos.get("content") if isinstance(eos, dict) else eos
+        return self._tokenizer.token_to_id(eos) if isinstance(eos, str) else None
+
+    def _end_token(self, eos: int | None) -> int:
+        """A token known to end documents; otherwise `eos`."""
+        for token in (*map(self._tokenizer.token_to_id, END_NAMES), eos):
+            if token is not None:
                 return int(token)
         raise UserError(
             f"data.tokenizer={self._path}: no end-of-document token such as {', '.join(END_NAMES)}; "
             "set eos_token in tokenizer_config.json in the same directory"
         )
 
-    def _other_ends(self, directory: Path) -> list[int]:
-        """The tokens that end an answer according to the settings of the model in the same directory."""
-        ends: list[int] = []
+    def _other_ends(self, directory: Path, eos: int | None) -> list[int]:
+        """The tokens that end an answer according to the settings of the tokenizer, and of the model in the same
+        directory."""
+        ends = [] if eos is None else [eos]
         for file in (directory / "config.json", directory / "generation_config.json"):
             if file.is_file():
                 eos = read_json(file).get("eos_token_id")

@@ -7,7 +7,7 @@ biases are float32. The file is written tensor by tensor, with one in host memor
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxmem.config import Decoder
 from jaxmem.config.gguf import INSTALL
-from jaxmem.config.gguf_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, pre_tokenizer_name
+from jaxmem.config.gguf_tokenizer import BYTE, CONTROL, ENDS, NORMAL, UNKNOWN, UNUSED, USER, pre_tokenizer_name
 from jaxmem.config.networks import Rope
 from jaxmem.data.chat_template import template_for
 from jaxmem.data.tokenizer import FileTokenizer, Tokenizer, tokenizer_for
@@ -54,6 +54,7 @@ def save_gguf(
     length: int = 2048,
     indices: Sequence[int] | None = None,
     chat_template: str | None = None,
+    ends: Iterable[int] = (),
 ) -> None:
     """Writes a model as a GGUF file, adapters merged.
 
@@ -65,6 +66,7 @@ def save_gguf(
         length: The context length.
         indices: The position of each layer in a stack, by default in order.
         chat_template: The value of `data.chat_template`; None: the template of the tokenizer, if it has one.
+        ends: Tokens that end an answer, in addition to those of the tokenizer.
     """
     file = Path(file).expanduser()
     if kind.lower().endswith(K_QUANT):
@@ -91,6 +93,7 @@ def save_gguf(
         "general.quantization_version": gguf.GGML_QUANT_VERSION,
         **_settings(cfg, length),
         **_vocabulary(tokenizer_for(tokenizer), tokenizer, cfg.vocab),
+        **_ends(tokenizer_for(tokenizer), ends),
         **_template(tokenizer_for(tokenizer), chat_template),
     }
     tensors = list(_tensors(model, kind, indices))
@@ -206,10 +209,17 @@ def _vocabulary(tokenizer: Tokenizer, name: str, size: int) -> JsonDict:
                 f"data.tokenizer={name}: GGUF export does not support its pre-tokenizer; export to a directory instead"
             )
         metadata |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": merges}
-    metadata |= {"tokenizer.ggml.eos_token_id": tokenizer.end, "tokenizer.ggml.add_bos_token": bool(tokenizer.begin)}
+    metadata["tokenizer.ggml.add_bos_token"] = bool(tokenizer.begin)
     if tokenizer.begin:
         metadata["tokenizer.ggml.bos_token_id"] = tokenizer.begin[0]
     return metadata
+
+
+def _ends(tokenizer: Tokenizer, ends: Iterable[int]) -> JsonDict:
+    """The tokens that end a text, of which the format has three. `ends`: those that must be among them."""
+    others = dict.fromkeys([*ends, *sorted(tokenizer.ends, reverse=True)])
+    numbers = [tokenizer.end, *(number for number in others if number != tokenizer.end)]
+    return {f"tokenizer.ggml.{name}_token_id": number for name, number in zip(ENDS, numbers, strict=False)}
 
 
 def _template(tokenizer: Tokenizer, file: str | None) -> dict[str, str]:

@@ -18,7 +18,8 @@ from flax.traverse_util import flatten_dict
 from jaxmem.adapters.trained_parts import base_of
 from jaxmem.config import Decoder
 from jaxmem.config.adapter import Adapter, LowRank, low_rank_layers
-from jaxmem.config.hf_modules import ALL_MODULES, CONCATENATED
+from jaxmem.config.hf_families import text_settings
+from jaxmem.config.hf_modules import ALL_MODULES, CONCATENATED, EXPERT, MODULES
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hub import cached_id
 from jaxmem.config.hugging_face import decoder_fields, family_of
@@ -70,10 +71,28 @@ def _low_rank_stacks(params: Tree, adapter: Adapter, indices: Sequence[int] | No
             layers = array.shape[0] if stack_layers is None else len(stack_layers)
             is_stacked = "{}" in ALL_MODULES[split_stack(name)[0]]
             stacks_by_name[name] = low_rank_layers(adapter, name, layers if is_stacked else None, total)
+    return stacks_by_name
+
+
+def _check_exportable(params: Tree, adapters: LowRankStacks, base: str | None, saved: Collection[str]) -> None:
+    """Refuses adapters, and weights of the base model with the names `saved`, that PEFT cannot load."""
+    settings = {} if base is None else read_json(Path(base).expanduser() / "config.json")
+    if text_settings(settings) is not settings:
+        raise UserError(
+            f"--adapter does not support {base}, which also reads images: its layers have other names in PEFT; use"
+            " --merge"
+        )
+    if base is not None and family_of(settings).fused is CONCATENATED:
+        raise UserError(
+            f"--adapter does not support {base}, whose queries, keys and values are one matrix (qkv_proj); use --merge"
+        )
+    if any(EXPERT in name for name in saved):
+        raise UserError("PEFT cannot load trained weights of experts; use --merge")
+    if "head" not in params and f"{MODULES['embedding']}.weight" in saved:
+        raise UserError("PEFT does not tie a trained embedding to the output projection; use --merge")
     stacks = stacks_of(params)
     if experts := [stack for stack, blocks in stacks.items() if "router" in blocks["mlp"]]:
-        _check_experts(stacks_by_name, params, experts, list(stacks))
-    return stacks_by_name
+        _check_experts(adapters, params, experts, list(stacks))
 
 
 def _check_experts(adapters: LowRankStacks, params: Tree, experts: Sequence[str], stacks: Sequence[str]) -> None:
@@ -192,11 +211,8 @@ def save_adapter(
     Returns:
         The ranks of the adapters.
     """
-    if base is not None and family_of(read_json(Path(base).expanduser() / "config.json")).fused is CONCATENATED:
-        raise UserError(
-            f"--adapter does not support {base}, whose queries, keys and values are one matrix (qkv_proj); use --merge"
-        )
     stacks = _low_rank_stacks(params, adapter, indices)
+    _check_exportable(params, stacks, base, saved)
     weights = list(_adapter_weights(params, stacks, indices))
     dtype = str(jax.tree.leaves(weights[0].array)[0].dtype)
     others = list(_base_weights(params, saved, stacks, indices))

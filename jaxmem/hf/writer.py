@@ -4,7 +4,7 @@ It is written tensor by tensor, with one in host memory at a time. The directory
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -31,6 +31,7 @@ from jaxmem.models.decoder import Decoder
 from jaxmem.quant import QTensor
 from jaxmem.sharding.host import fetch_from_host
 from jaxmem.sharding.weights import is_encoded
+from jaxmem.typing import JsonDict
 
 # Dimensions of the arrays of an adapter of one matrix.
 DIMS = {"a": 2, "b": 2, "bias": 1, "magnitude": 1, "layer_scale": 0}
@@ -47,6 +48,7 @@ def save(
     dtype: str | None = None,
     length: int = 2048,
     indices: Sequence[int] | None = None,
+    ends: Collection[int] = (),
 ) -> None:
     """Writes a model, adapters merged. If the base has experts in MXFP4, `dtype` is None and no expert has an adapter,
     the experts of the model are written as they are stored.
@@ -60,6 +62,7 @@ def save(
         dtype: float32, float16 or bfloat16; by default the dtype of the base, or of the weights.
         length: The longest sequence of the training.
         indices: The position of each layer in a stack, by default in order.
+        ends: Tokens that end an answer, in addition to those of the tokenizer.
     """
     if jax.process_count() > 1:
         raise UserError("export does not support several processes; run it in one process")
@@ -85,14 +88,27 @@ def save(
 
                 copy_tokenizer(tokenizer, place)
                 known = tokenizer_for(tokenizer)
-                ends = [known.end, *sorted(known.ends - {known.end})]
-                settings |= {"bos_token_id": known.begin[0] if known.begin else None}
-                settings |= {"eos_token_id": ends if len(ends) > 1 else known.end}
+                settings |= {"bos_token_id": known.begin[0] if known.begin else None, "eos_token_id": known.end}
+                ends = [*sorted(known.ends), *ends]
         if chat_template:
             copy_chat_template(chat_template, place)
-        (place / "config.json").write_text(json.dumps({**settings, "torch_dtype": dtype}, indent=2) + "\n")
+        _write_json(place / "config.json", {**_with_ends(settings, ends), "torch_dtype": dtype})
+        if ends and (file := place / "generation_config.json").is_file():
+            _write_json(file, _with_ends(read_json(file), ends))
         tensors = model_tensors(model, dtype, indices, keeps_mxfp4=keeps_mxfp4)
         write_tensors(place, fuse_tensors(tensors, family_of(settings).fused), MAX_FILE_BYTES)
+
+
+def _with_ends(settings: JsonDict, ends: Iterable[int]) -> JsonDict:
+    """The settings with these tokens, too, in `eos_token_id`."""
+    before = settings.get("eos_token_id")
+    known = before if isinstance(before, list) else [] if before is None else [before]
+    added = [end for end in dict.fromkeys(ends) if end not in known]
+    return {**settings, "eos_token_id": [*known, *added]} if added else settings
+
+
+def _write_json(file: Path, settings: JsonDict) -> None:
+    file.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def _has_only_mxfp4_experts(model: Decoder) -> bool:

@@ -22,7 +22,7 @@ from jaxmem.data.corpus import BATCHES_OF_SCRIPT, Corpus, Split, source_of
 from jaxmem.data.user import open_loader
 from jaxmem.distributed.agree import any_process, gather, serialized
 from jaxmem.errors import UserError, as_yaml
-from jaxmem.inference.load import is_run, model_config, open_model, open_run, read_newest
+from jaxmem.inference.load import is_run, model_config, open_model, open_run, read_checkpoint
 from jaxmem.inference.reference import Reference, reference_of
 from jaxmem.machine.terminal import say
 from jaxmem.step.objective import means
@@ -101,7 +101,7 @@ def evaluate(
 def _check_has_data(run: str | Path, overrides: Sequence[str]) -> None:
     """Refuses a run that was trained on batches of a script: its config names other data, by default the standard
     library of Python."""
-    position, _ = read_newest(run, model_config(run, overrides), Checkpoints.read)
+    position, _ = read_checkpoint(run, model_config(run, overrides), Checkpoints.read)
     if position.get("fingerprint") == BATCHES_OF_SCRIPT:
         raise UserError(
             f"{run}: was trained on batches of a script, so its held-out data is unknown; use --data FILE, or in a"

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from flax import nnx
 
 from jaxmem import hf
-from jaxmem.config import LOW_RANK, Decoder
+from jaxmem.config import LOW_RANK, Data, Decoder
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hub import is_gguf
+from jaxmem.data.chat import end_of_answer
+from jaxmem.data.chat_template import template_for
+from jaxmem.data.tokenizer import tokenizer_for
 from jaxmem.errors import UserError
 from jaxmem.inference.load import HF_FOLDER, is_run, model_config, open_model
 
 
 def export_model(
-    run: str | Path, target: str | Path, dtype: str | None = None, adapter: bool = False, merge: bool = False
+    run: str | Path,
+    target: str | Path,
+    dtype: str | None = None,
+    adapter: bool = False,
+    merge: bool = False,
+    overrides: Sequence[str] = (),
 ) -> str:
     """Writes a model as a Hugging Face directory or as a GGUF file.
 
@@ -25,11 +34,12 @@ def export_model(
         dtype: By default the dtype of the files of `model.hf` or, without, the stored dtype; for a GGUF file float16.
         adapter: Write only the adapters, in PEFT's format.
         merge: Write all weights with the adapters merged, tensor by tensor.
+        overrides: Settings that replace those of the run, such as `checkpoint.step=best`.
 
     Returns:
         A line that describes the result.
     """
-    saved = model_config(run)
+    saved = model_config(run, overrides)
     _check_adapters(run, saved.adapter.kind, saved.model.family, adapter, merge)
     if adapter and is_gguf(target):
         raise UserError(f"export: --adapter writes a directory for PEFT, not {target}; use a directory, or --merge")
@@ -37,7 +47,7 @@ def export_model(
         raise UserError(
             f"export: --adapter does not support --dtype {dtype}; adapters keep their dtype; remove --dtype"
         )
-    program, params = open_model(run, computes=False)
+    program, params = open_model(run, overrides, computes=False)
     cfg = program.cfg
     base_files = Path(run, HF_FOLDER) if is_run(run) else Path(getattr(cfg.model, "hf", ""))
     indices = program.model.execution.layer_indices
@@ -56,6 +66,7 @@ def export_model(
         is_plain = len(ranks) == 1 and not saved
         return f"{target}: an adapter for PEFT{'' if is_plain else note}"
     model = nnx.merge(program.model.graphdef, params)
+    ends = _ends_of_answers(cfg.data)
     if is_gguf(target):
         length = read_json(base_files / "config.json").get("max_position_embeddings") if base_files.is_dir() else None
         length = length or cfg.data.sequence_length
@@ -67,6 +78,7 @@ def export_model(
             length=length,
             indices=indices,
             chat_template=cfg.data.chat_template,
+            ends=ends,
         )
         return f"{target}: a GGUF file for llama.cpp"
     hf.save(
@@ -78,8 +90,20 @@ def export_model(
         dtype=dtype,
         length=cfg.data.sequence_length,
         indices=indices,
+        ends=ends,
     )
     return f"{target}: config.json, *.safetensors and the tokenizer"
+
+
+def _ends_of_answers(data: Data) -> frozenset[int]:
+    """The token that ends an answer, if the data are conversations."""
+    if not data.has_conversations:
+        return frozenset()
+    tokenizer = tokenizer_for(data.tokenizer)
+    try:
+        return end_of_answer(tokenizer, template_for(tokenizer, data.chat_template))
+    except UserError:  # pairs of texts need no template
+        return frozenset()
 
 
 def _check_adapters(run: str | Path, kind: str, family: str, adapter: bool, merge: bool) -> None:

@@ -24,11 +24,12 @@ from jaxmem.config import LOW_RANK, Config, Decoder, Mesh, Pipeline
 from jaxmem.config.hub import is_tokenizer_of, local_directory
 from jaxmem.config.load import load_config
 from jaxmem.config.mesh import MESH_AXES
+from jaxmem.config.names import LAYER_RANGE
 from jaxmem.config.peft import base_of, is_adapter, is_prompt
 from jaxmem.config.user import UserObjects
 from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.distributed.agree import any_process
-from jaxmem.errors import UserError
+from jaxmem.errors import UserError, one_of
 from jaxmem.hf.peft import add_adapters, read_base
 from jaxmem.machine.devices import reserve_gpu_memory
 from jaxmem.machine.terminal import say
@@ -46,8 +47,8 @@ HF_FOLDER = "hf"  # settings and tokenizer, in a run that began from a Hugging F
 
 
 def open_model(directory: str | Path, overrides: Sequence[str] = (), *, computes: bool = True) -> tuple[Program, Tree]:
-    """(program, parameters) of a run's newest checkpoint, or of a Hugging Face directory. `computes`: false if only the
-    weights are used, so that kernels are not checked."""
+    """(program, parameters) of a run, or of a Hugging Face directory. `computes`: false if only the weights are used, so
+    that kernels are not checked."""
     if is_run(directory):
         return open_run(directory, overrides, computes=computes)
     built = _program(model_config(directory, overrides), computes)
@@ -74,9 +75,17 @@ def model_config(directory: str | Path, overrides: Sequence[str] = ()) -> Config
         raw = _hf_config(base_of(directory))
         if is_prompt(directory):  # a soft prompt comes before each text, so texts are not packed
             raw["data"]["packing"] = False
+        if (directory / "tokenizer.json").is_file():  # that of the training, e.g. with another chat template
+            raw["data"]["tokenizer"] = str(directory)
         if (template := directory / hf.CHAT_TEMPLATE).is_file():
             raw["data"]["chat_template"] = str(template)
-        return load_config({**raw, "adapter": {"hf": str(directory)}}, overrides)
+        cfg = load_config({**raw, "adapter": {"hf": str(directory)}}, overrides)
+        some_layers = any(map(LAYER_RANGE.search, cfg.trainable_patterns))
+        if cfg.precision.parameters == "bfloat16" and cfg.base_precision == cfg.precision and not some_layers:
+            # Adapters are usually float32, also those of a base in bfloat16. If base weights of some layers are
+            # trained, all layers must be stored in one format.
+            cfg = cfg.replace(precision={"parameters": "float32"}, adapter={"base": "bfloat16"})
+        return cfg
     raise UserError(
         f"{directory} is neither a run (no config.yaml) nor a Hugging Face model (no config.json); use a directory "
         "that `jaxmem train` wrote, or a directory with config.json and *.safetensors"
@@ -144,8 +153,8 @@ def check_run(directory: str | Path, key: str = "") -> None:
 def open_run(
     directory: str | Path, overrides: Sequence[str] = (), user: UserObjects | None = None, *, computes: bool = True
 ) -> tuple[Program, Tree]:
-    """(program, parameters) of the newest checkpoint. `user`: the objects of the script that trained the run;
-    `computes`: see `open_model`."""
+    """(program, parameters) of a checkpoint. `user`: the objects of the script that trained the run; `computes`: see
+    `open_model`."""
     check_run(directory)
     cfg = model_config(directory, overrides)
     built = _program(cfg.with_user(user) if user else cfg, computes)
@@ -156,24 +165,42 @@ def open_run(
         as_saved = built.with_precision(precision)
         return as_saved, _saved_params(as_saved, checkpoints, step)
 
-    as_saved, params = read_newest(directory, cfg, read)
+    as_saved, params = read_checkpoint(directory, cfg, read)
     return built, params if as_saved.cfg == built.cfg else _store_as(built, params)
 
 
-def read_newest(run: str | Path, cfg: Config, read: Callable[[Checkpoints, int], T]) -> T:
-    """What `read` returns for the newest checkpoint and its step. If the run writes at the same time and has deleted
-    this checkpoint, the next newest is read."""
+def read_checkpoint(run: str | Path, cfg: Config, read: Callable[[Checkpoints, int], T]) -> T:
+    """What `read` returns for the checkpoint `checkpoint.step`, by default the newest, and its step. If the run writes
+    at the same time and has deleted this checkpoint, the next newest is read."""
     path = checkpoint_directory(run, cfg.checkpoint.path, cfg.name)
     while True:
         with Checkpoints(path, read_only=True) as checkpoints:
-            step = checkpoints.latest()
-            if step is None:
-                raise UserError(f"{run}: has no checkpoint yet; wait for the first, or set a smaller checkpoint.every")
+            step = _step_to_read(run, checkpoints, cfg.checkpoint.step)
             try:
                 return read(checkpoints, step)
             except DamagedError:
                 if (checkpoints.directory / str(step)).exists():
                     raise
+
+
+def _step_to_read(run: str | Path, checkpoints: Checkpoints, step: int | str | None) -> int:
+    """The step that `checkpoint.step` names."""
+    steps = checkpoints.steps()
+    if not steps:
+        raise UserError(f"{run}: has no checkpoint yet; wait for the first, or set a smaller checkpoint.every")
+    if step is None:
+        return steps[-1]
+    if isinstance(step, int):
+        if step not in steps:
+            raise UserError(f"{run}: has no checkpoint of checkpoint.step={step}; use {one_of(steps)}")
+        return step
+    best = checkpoints.best()
+    if best is None:
+        raise UserError(
+            f"{run}: no checkpoint has a held-out loss, which checkpoint.step=best requires; use a step"
+            f" ({one_of(steps)})"
+        )
+    return best
 
 
 def _saved_params(as_saved: Program, checkpoints: Checkpoints, step: int) -> Tree:
@@ -213,7 +240,7 @@ def initial_state(built: Program) -> TrainState:
     if run is not None:
         check_run(run, "adapter.base_run")
         saved = load_config(Path(run, "config.yaml"))
-        base = read_newest(run, saved, partial(base_params, built))
+        base = read_checkpoint(run, saved, partial(base_params, built))
     elif getattr(built.cfg.model, "hf", None) is not None:
         base = read_base(built)
     else:

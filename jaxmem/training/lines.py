@@ -134,8 +134,9 @@ def finished_line(built: Program, before: JsonView, step: int, directory: Path) 
     return f"{line}; set another name for a new run, or {extension} to continue this one"
 
 
-def last_line(cfg: Config, step: int, directory: Path, *, data_ended: bool = False) -> str:
-    """The end of a run, and the commands that use or continue it. `data_ended`: no batch is left."""
+def last_line(cfg: Config, step: int, directory: Path, *, data_ended: bool = False, best: int | None = None) -> str:
+    """The end of a run, and the commands that use or continue it. `data_ended`: no batch is left. `best`: the step of
+    the checkpoint with the lowest held-out loss."""
     if step < cfg.steps and not data_ended:
         change = " with checkpoint.resume=auto" if cfg.checkpoint.resume == "never" else ""
         again = f"to continue, run the same command again{change}"
@@ -145,13 +146,15 @@ def last_line(cfg: Config, step: int, directory: Path, *, data_ended: bool = Fal
     epochs = f" (data.epochs={cfg.data.epochs})" if cfg.data.epochs else ""
     done = f"the data ended after step {step} of {cfg.steps}{epochs}" if data_ended else f"{step} steps"
     done = f"done: {done}, saved in {directory}"
+    if best is not None:
+        done += f"; lowest held-out loss: step {best} (checkpoint.step=best)"
     if _needs_script(cfg):
         return done
     use = [f"evaluate {directory}"]
     if cfg.reads_text:
         data = cfg.data
         has_template = data.chat_template is not None or data.tokenizer != "bytes"  # pairs of texts need none
-        is_chat = has_template and any(source.source in ("chat", "preference") for source in data.mixture or (data,))
+        is_chat = has_template and data.has_conversations
         kind = cfg.adapter.kind
         options = (" --adapter", " --merge") if kind in LOW_RANK else (" --adapter",) if kind == "prompt" else ("",)
         use = [

@@ -106,6 +106,11 @@ def run(
     """
     reserve_gpu_memory()
     cfg = config_with(cfg, **parts)
+    if (chosen := cfg.checkpoint.step) is not None:
+        raise UserError(
+            f"train does not support checkpoint.step={chosen}, which is for evaluate, generate, chat and export; a run"
+            " continues from its newest checkpoint"
+        )
     with requeued_before_training(), ExitStack() as locks:
         for key, place in locked_places(cfg).items():
             if warning := locks.enter_context(run_lock(place, cfg.name, key)):
@@ -221,7 +226,8 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
         checkpoints.wait()
         for line in loader.corpus.summary(built.rows, gather):
             progress.say(line)
-        progress.say(lines.last_line(cfg, step, directory, data_ended=data_ended))
+        best = checkpoints.best() if cfg.checkpoint.keep_best else None
+        progress.say(lines.last_line(cfg, step, directory, data_ended=data_ended, best=best))
     return Result(directory, step, telemetry.last, held_out, lambda: state, built, stop.exit_code, plan)
 
 

@@ -14,7 +14,7 @@ from jaxmem.checkpoint.paths import move_aside
 from jaxmem.checkpoint.record import DamagedError
 from jaxmem.config import Config
 from jaxmem.errors import UserError
-from jaxmem.inference.load import read_newest
+from jaxmem.inference.load import read_checkpoint
 from tests.checkpoint.conftest import State, abstract, bits, filled, mesh
 
 POSITION = {"rows": 96, "sources": [{"file": 3, "offset": 12}], "fingerprint": "5f0c"}
@@ -196,6 +196,25 @@ def test_leaves_that_cannot_be_saved_are_named(tmp_path: Path, leaf: object, mes
         checkpoints.save(1, {"x": leaf}, POSITION, CONFIG, force=True)
 
 
+def test_a_reader_takes_the_checkpoint_of_a_step_or_the_best(tmp_path: Path) -> None:
+    def read(step: int | str | None) -> int:
+        place = {"path": str(tmp_path), "step": step}
+        cfg = Config(name="x", model={"family": "mlp"}, train={"steps": 1}, checkpoint=place)
+        return read_checkpoint("runs/x", cfg, lambda _, step: step)
+
+    with Checkpoints(tmp_path / "x") as checkpoints:
+        checkpoints.save(1, {"x": jnp.ones(3)}, POSITION, CONFIG, force=True)
+        checkpoints.wait()
+        with pytest.raises(UserError, match=r"runs/x: no checkpoint has a held-out loss, .* use a step \(1\)"):
+            read("best")
+        for step, loss in ((2, 1.0), (3, 2.0)):
+            checkpoints.save(step, {"x": jnp.ones(3)}, POSITION, CONFIG, {"loss": loss}, force=True)
+        checkpoints.wait()
+        assert [read(step) for step in (None, 1, "best")] == [3, 1, 2]
+        with pytest.raises(UserError, match=r"runs/x: has no checkpoint of checkpoint.step=4; use 1, 2 or 3"):
+            read(4)
+
+
 def test_a_reader_takes_the_next_checkpoint_if_the_run_has_deleted_its_own(tmp_path: Path) -> None:
     cfg = Config(name="x", model={"family": "mlp"}, train={"steps": 1}, checkpoint={"path": str(tmp_path)})
     with Checkpoints(tmp_path / "x") as checkpoints:
@@ -208,7 +227,7 @@ def test_a_reader_takes_the_next_checkpoint_if_the_run_has_deleted_its_own(tmp_p
         checkpoints.read(step)
         return step
 
-    assert read_newest(tmp_path, cfg, read) == 1
+    assert read_checkpoint(tmp_path, cfg, read) == 1
     (tmp_path / "x" / "1" / "run" / "metadata").write_text("")
     with pytest.raises(DamagedError):
-        read_newest(tmp_path, cfg, read)
+        read_checkpoint(tmp_path, cfg, read)

@@ -129,6 +129,21 @@ def test_the_text_model_of_a_model_with_images(tmp_path: Path, directories: Path
     assert load_file(tmp_path / "out/model.safetensors").keys() == tensors.keys()
 
 
+def test_adapters_of_a_model_with_images_are_refused(tmp_path: Path, compare) -> None:
+    text = compare.config("gemma3")
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    with pytest.raises(UserError, match=r"also reads images: its layers have other names in PEFT; use --merge"):
+        hf.save_adapter({}, Adapter(kind="lora"), tmp_path / "out", base=str(tmp_path))
+
+
+def test_an_adapter_with_a_trained_tied_embedding_is_refused(tmp_path: Path) -> None:
+    raw = {"name": "x", "model": {**SMALL, "tie_embeddings": True}, "train": {"steps": 1}}
+    built = program(load_config(raw, ["adapter.kind=lora", "optimizer.trainable=[embedding.*]"]), jax.devices()[:1])
+    with pytest.raises(UserError, match="PEFT does not tie a trained embedding to the output projection; use --merge"):
+        hf.save_adapter(built.spec.state.params, built.cfg.adapter, tmp_path / "out", saved=hf.saved_names(built))
+
+
 def test_adapters_of_fused_matrices_are_refused(tmp_path: Path, directories: Path) -> None:
     with pytest.raises(UserError, match=r"phi3.*qkv_proj.*use --merge"):
         hf.save_adapter({}, Adapter(kind="lora"), tmp_path / "out", base=str(directories / "phi3"))

@@ -329,6 +329,16 @@ def test_an_exported_file_is_read_again(kind: str, stored: str, worst: float, tm
     assert tokenizer.encode("a1é").tolist() == [97, 49, 195, 169]
 
 
+def test_all_tokens_that_end_an_answer_are_read_again(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [256, 7, 9]}')
+    model = build(Decoder(**SMALL), nnx.Rngs(0))
+    hf.save_gguf(model, tmp_path / "x.gguf", tokenizer=str(tmp_path))
+    assert tokenizer_for(local_directory(str(tmp_path / "x.gguf"), "model.hf")).ends == {256, 7, 9}
+    hf.save_gguf(model, tmp_path / "y.gguf", tokenizer=str(tmp_path), ends=[8])  # the format has three
+    assert tokenizer_for(local_directory(str(tmp_path / "y.gguf"), "model.hf")).ends == {256, 8, 9}
+
+
 def test_biases_of_llama_are_read_again_in_the_order_of_their_rows(tmp_path: Path) -> None:
     model = build(Decoder(**SMALL, attention_bias=True, output_bias=True), nnx.Rngs(0))
     for layer in (model.blocks.attention.q, model.blocks.attention.k):

@@ -16,9 +16,9 @@ from safetensors.numpy import load_file, save_file
 
 from jaxmem import hf
 from jaxmem.checkpoint.saved_state import SavedState
-from jaxmem.config import load_config
+from jaxmem.config import Decoder, load_config
 from jaxmem.config.adapter import Adapter
-from jaxmem.config.peft import base_of
+from jaxmem.config.peft import adapter_fields, base_of
 from jaxmem.errors import UserError
 from jaxmem.hf.peft import check_adapter
 from jaxmem.inference.load import initial_state, open_model
@@ -116,6 +116,14 @@ def test_losses_are_those_of_peft_and_checkpoints_hold_no_base(case, place, peft
     assert kept["blocks", "attention", "q", "weight"] is None
     again = SavedState(built).complete(SavedState(built).of(state), built.cfg.model_dump(mode="json"))
     jax.tree.map(np.testing.assert_array_equal, again.params, state.params)
+
+
+@pytest.mark.parametrize(("layers", "target"), [(0, "blocks[0:1].attention.q"), ([], "blocks.attention.q")])
+def test_a_number_selects_a_layer(layers, target, tmp_path):
+    settings = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "layers_to_transform": layers}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    model = Decoder(vocab=9, layers=2, embed=8, mlp=8, heads=1, kv_heads=1, head_dim=8)
+    assert adapter_fields(tmp_path, model)[0]["targets"] == {target: 2}
 
 
 @pytest.mark.exhaustive

@@ -56,14 +56,17 @@ def logits_of(built, params):
     )
 
 
-def test_trained_experts_of_some_layers_are_saved_with_an_adapter():
+def test_trained_experts_of_some_layers_are_refused_in_an_adapter(tmp_path):
     """A layer has a tensor for each expert."""
     raw = {"name": "x", "model": {**SMALL, **MODELS["mixtral"], "layers": 4}, "train": {"steps": 1}}
     trainable = "optimizer.trainable=['blocks[-1:].mlp.gate.weight', 'blocks[1:2].attention.q.weight']"
     overrides = ["adapter.kind=lora", "adapter.targets=[blocks.attention.k]", trainable]
     experts = {f"model.layers.3.block_sparse_moe.experts.{n}.w1.weight" for n in range(3)}
     built = program(load_config(raw, overrides), jax.devices()[:1])
-    assert hf.saved_names(built) == {*experts, "model.layers.1.self_attn.q_proj.weight"}
+    saved = hf.saved_names(built)
+    assert saved == {*experts, "model.layers.1.self_attn.q_proj.weight"}
+    with pytest.raises(UserError, match="PEFT cannot load trained weights of experts; use --merge"):
+        hf.save_adapter(built.spec.state.params, built.cfg.adapter, tmp_path / "out", saved=saved)
 
 
 @pytest.mark.exhaustive

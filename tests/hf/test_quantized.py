@@ -121,6 +121,13 @@ def test_modules_of_a_file_that_are_not_quantized_are_stored_as_they_are():
     assert set(found["layers"]) == {"blocks.mlp.gate", "blocks.mlp.up", "blocks.mlp.down"}
 
 
+def test_a_model_with_images_has_the_dtype_of_its_complete_settings(compare):
+    quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    text = {key: value for key, value in compare.config("gemma3").items() if key not in ("dtype", "torch_dtype")}
+    settings = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "dtype": "bfloat16"}
+    assert fields_of({**settings, "quantization_config": quantization})["quantization"]["others"] == "bfloat16"
+
+
 def test_full_fine_tuning_and_another_format_decode(places):
     assert built(places["fp4"], adapter={"kind": "none"}).cfg.base_quantization is None
     assert built(places["fp4"], adapter={"kind": "qlora", "base": "int8"}).cfg.base_quantization is None

@@ -4,20 +4,23 @@ import io
 import json
 import shutil
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.cli import main
 from jaxmem.config import save_config
+from jaxmem.config.gguf import read_gguf
+from jaxmem.config.gguf_tokenizer import tokenizer_json
 from jaxmem.data.tokenizer import Bytes, tokenizer_for
 from jaxmem.errors import UserError
-from jaxmem.hf.files import copy_tokenizer
+from jaxmem.hf.files import copy_metadata, copy_tokenizer
 from jaxmem.inference.chat import TextGenerator, decode_stream, read_prompts
 from jaxmem.inference.export import export_model
 from jaxmem.inference.generate import ENDED, Generator, Sampling
@@ -216,6 +219,32 @@ def test_a_message_that_is_refused_does_not_end_a_conversation_on_a_terminal(mod
         assert code == (0 if is_terminal else 2)
 
 
+class WithChannels(Bytes):
+    """The special tokens around the name of a channel, of gpt-oss."""
+
+    special = MappingProxyType({**Bytes.special, "<|channel|>": 257, "<|message|>": 258})
+
+
+@pytest.mark.parametrize("stop", ["none", "d"])
+def test_a_conversation_goes_on_after_the_text_of_the_final_channel(
+    model: Path, tmp_path: Path, capsys, monkeypatch, stop
+) -> None:
+    prompts = []
+
+    def answer(_conversation, tokens, *_):
+        prompts.append(bytes(tokens.tolist()).decode())
+        return iter([257, *b"analysis", 258, *b"why", 257, *b"final", 258, *b"said"])
+
+    monkeypatch.setattr("jaxmem.inference.chat.tokenizer_of", lambda _: WithChannels())
+    monkeypatch.setattr("jaxmem.inference.generate.Conversation.__call__", answer)
+    (template := tmp_path / "x.jinja").write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+    _, out, _ = run(capsys, "chat", str(model), f"data.chat_template={template}", "--stop", stop)
+    said = "said".removesuffix(stop)
+    assert out == f"analysiswhyfinal{said}\n" * 2
+    assert prompts == ["one;", f"one;{said};two;"]
+
+
 @pytest.mark.exhaustive
 def test_a_batch_of_conversations_has_the_answers_of_each(model: Path) -> None:
     conversations = [[{"role": "user", "content": text}] for text in ("one", "a longer text", "b")]
@@ -245,6 +274,78 @@ def test_an_exported_run_has_the_template_of_its_data(how: str, model: Path, tmp
     template.unlink()
     assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ messages[0].content }}"
     assert TextGenerator(tmp_path / "out", tokens=1).answer([{"role": "user", "content": "a"}])
+
+
+def test_a_continuation_keeps_the_space_that_a_decoder_removes_at_the_beginning_of_a_text(
+    model: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """The decoders of Llama 2 and Mistral remove it."""
+    texts = ["<unk>", "<s>", "</s>", "▁Hello", "▁", "w"]
+    metadata = {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": texts,
+        "tokenizer.ggml.token_type": [2, 3, 3, 1, 1, 1], "tokenizer.ggml.scores": [0.0] * len(texts),
+        "tokenizer.ggml.bos_token_id": 1,
+    }  # fmt: skip
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model/tokenizer.json").write_text(json.dumps(tokenizer_json(metadata, 257)))
+    generator = TextGenerator(tmp_path / "model", tokens=2)
+    tokens = iter([4, 5] * 4)
+    monkeypatch.setattr(generator._generate, "_read", lambda state, *_: np.full(len(state.first), next(tokens)))
+    monkeypatch.setattr(generator, "_encode", lambda prompt: np.array([1, 3] if prompt else [1]))
+    assert "".join(generator.complete("Hello")) == " w"
+    assert list(generator.complete_all(["Hello"])) == [" w"]
+    assert "".join(generator.complete("")) == "w", "the beginning of a text"
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture
+def chatml(model: Path, tmp_path: Path) -> Path:
+    """A base model with a template of conversations, whose settings name only the end of a document (Qwen 2.5)."""
+    place = tmp_path / "chatml"
+    shutil.copytree(model, place)
+    settings = json.loads((place / "config.json").read_text()) | {"vocab_size": 259, "eos_token_id": 256}
+    (place / "config.json").write_text(json.dumps(settings))
+    (place / "generation_config.json").write_text('{"eos_token_id": 256}')
+    weights = load_file(place / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = np.concatenate([weights[name], weights[name][:2]])
+    save_file(weights, place / "model.safetensors")
+    content = json.loads((place / "tokenizer.json").read_text())
+    added = content["added_tokens"]
+    added += [{**added[0], "id": 257 + n, "content": name} for n, name in enumerate(("<|im_start|>", "<|im_end|>"))]
+    (place / "tokenizer.json").write_text(json.dumps(content))
+    (place / "chat_template.jinja").write_text(CHATML)
+    return place
+
+
+def test_the_token_that_ends_a_turn_in_the_template_ends_an_answer(chatml: Path, monkeypatch) -> None:
+    generator = TextGenerator(chatml, tokens=4)
+    monkeypatch.setattr(generator._generate, "_read", lambda state, *_: np.full(len(state.first), 258))
+    question = [{"role": "user", "content": "a"}]
+    assert list(generator.answer(question)) == [""]
+    assert not generator.is_cut
+    assert list(generator.answer_all([question])) == [""]
+    assert list(generator.complete("a")) == [""] * 4, "a document ends with another token"
+
+
+def test_an_export_of_a_run_on_conversations_names_the_token_that_ends_a_turn(chatml: Path, tmp_path: Path) -> None:
+    built, _ = open_model(chatml, ["data.source=chat", "data.path=none.jsonl", "data.packing=true"])
+    params = SavedState(built).of(initial_state(built)).params
+    save_config(built.cfg, tmp_path / "run/config.yaml")
+    copy_metadata(chatml, tmp_path / "run/hf")
+    with Checkpoints(tmp_path / "run/checkpoints") as checkpoints:
+        checkpoints.save(0, {"params": params}, {}, built.cfg.model_dump(mode="json"), force=True)
+    export_model(tmp_path / "run", tmp_path / "out")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == [256, 258]
+    export_model(tmp_path / "run", tmp_path / "out.gguf")
+    read = read_gguf(tmp_path / "out.gguf").metadata
+    assert [read[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot")] == [256, 258]
 
 
 def test_bytes_as_a_file_are_the_bytes(tmp_path: Path) -> None:

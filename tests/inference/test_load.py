@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
 from jaxmem import hf, inference, models
 from jaxmem.checkpoint.manager import Checkpoints
@@ -20,6 +22,8 @@ from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.cli.start import load
 from jaxmem.config import Decoder, load_config, save_config
 from jaxmem.config.hub import is_tokenizer_of
+from jaxmem.data.chat_template import template_for
+from jaxmem.data.tokenizer import tokenizer_for
 from jaxmem.inference.evaluate import Evaluator, _settings_of, evaluate
 from jaxmem.inference.export import export_model
 from jaxmem.inference.generate import Generator
@@ -92,6 +96,45 @@ def test_a_run_keeps_its_model_and_tokenizer_if_the_directory_of_the_model_moves
         assert model_config(run, ["model.preset=tiny"]).model == load_config(settings(model={"preset": "tiny"})).model
         replaced = load_config(run / "config.yaml", moved)
         assert replaced.model.rope.scaling == "none", "in another config than that of the run, it is another model"
+
+
+@pytest.fixture
+def adapter(base: Path, other: Path, tmp_path: Path) -> Path:
+    """Adapters in float32 of a base in bfloat16, with another tokenizer, as TRL and axolotl save them."""
+    hf.save(models.build(Decoder(**MODEL), nnx.Rngs(0)), tmp_path / "half", tokenizer="bytes", dtype="bfloat16")
+    built, params = open_model(tmp_path / "half", ["adapter.kind=lora", "precision.parameters=float32"])
+    hf.save_adapter(params, built.cfg.adapter, tmp_path / "adapter", base=str(tmp_path / "half"))
+    shutil.copy(other / "tokenizer.json", tmp_path / "adapter")
+    settings = {"eos_token": "<|endoftext|>", "chat_template": "{{ 'of the adapter' }}"}
+    (tmp_path / "adapter/tokenizer_config.json").write_text(json.dumps(settings))
+    return tmp_path / "adapter"
+
+
+def test_an_adapter_has_the_tokenizer_in_its_directory(adapter: Path, base: Path) -> None:
+    tokenizer = tokenizer_for(model_config(adapter).data.tokenizer)
+    assert tokenizer.ends == {263}
+    assert template_for(tokenizer).source == "{{ 'of the adapter' }}"
+    assert model_config(adapter, [f"data.tokenizer={base}"]).data.tokenizer == str(base)
+
+
+def test_adapters_of_a_base_in_bfloat16_are_not_rounded(adapter: Path, tmp_path: Path) -> None:
+    export_model(adapter, tmp_path / "again", adapter=True)
+    before, after = (load_file(place / "adapter_model.safetensors") for place in (adapter, tmp_path / "again"))
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    layer = open_model(adapter)[1]["blocks"]["attention"]["q"]
+    assert (layer["weight"].dtype, layer["lora"]["a"].dtype) == (jnp.bfloat16, jnp.float32)
+    one_format = model_config(adapter, ["optimizer.trainable=['blocks[1:2].attention_norm.*']"])
+    assert (one_format.precision.parameters, one_format.adapter.base) == ("bfloat16", None)
+
+
+def test_a_tokenizer_ends_an_answer_with_its_eos_token(other: Path) -> None:
+    content = json.loads((other / "tokenizer.json").read_text())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 262, "content": "<|eot|>"})
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    (other / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|eot|>"}}')
+    (other / "generation_config.json").unlink()
+    tokenizer = tokenizer_for(str(other))
+    assert (tokenizer.end, tokenizer.ends) == (263, {263, tokenizer.special["<|eot|>"]})
 
 
 def test_a_tokenizer_is_that_of_the_base_in_any_spelling(

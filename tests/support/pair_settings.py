@@ -279,6 +279,7 @@ UNTRIED = {
     "train.trackers": "tests/training/test_trackers.py",
     "cluster.heartbeat_timeout": "several processes: tests/distributed",
     "cluster.start_timeout": "several processes: tests/distributed",
+    "checkpoint.step": "no training: tests/checkpoint",
     "generate.kv_cache": "no training: tests/inference",
     "generate.prefill_chunk": "no training: tests/inference",
 }

@@ -15,6 +15,7 @@ from jaxmem.config.user import UserObjects
 from jaxmem.errors import UserError
 from jaxmem.inference.export import _check_adapters, export_model
 from jaxmem.training.lines import data_line, last_line
+from jaxmem.training.run import run
 
 MODEL = {"vocab": 257, "layers": 2, "embed": 16, "mlp": 32, "heads": 2, "kv_heads": 2, "head_dim": 8}
 
@@ -83,6 +84,18 @@ def test_the_end_of_the_data_is_the_end_of_a_run() -> None:
     ended = last_line(config(data={"epochs": 2}), 7, Path("runs/a"), data_ended=True)
     assert ended.startswith("done: the data ended after step 7 of 500 (data.epochs=2), saved in runs/a; next:\n")
     assert "jaxmem generate runs/a" in ended
+
+
+def test_the_step_of_the_best_checkpoint_is_named() -> None:
+    line = last_line(config(), 500, Path("runs/a"), best=200)
+    assert line.startswith("done: 500 steps, saved in runs/a; lowest held-out loss: step 200 (checkpoint.step=best); n")
+
+
+def test_training_has_no_checkpoint_to_choose() -> None:
+    with pytest.raises(
+        UserError, match=r"train does not support checkpoint.step=best, which is for evaluate, generate"
+    ):
+        run(config(checkpoint={"step": "best"}))
 
 
 def test_the_same_command_would_not_continue_a_run_that_never_resumes() -> None:
