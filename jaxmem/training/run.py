@@ -22,6 +22,7 @@ from etils import epath
 from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.checkpoint.metrics import read_rows
 from jaxmem.checkpoint.paths import checkpoint_directory, refuse_links
+from jaxmem.checkpoint.same_run import PATHS, changed
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Checkpoint, Cluster, Config
 from jaxmem.config.methods import config_with
@@ -31,7 +32,7 @@ from jaxmem.data.user import open_loader
 from jaxmem.distributed.agree import DelayedMax, any_process, gather, serialized
 from jaxmem.distributed.cluster import jobs
 from jaxmem.distributed.join import failing_together
-from jaxmem.errors import UserError
+from jaxmem.errors import UserError, abridge
 from jaxmem.machine.devices import cache_compiled_programs, peak_flops
 from jaxmem.machine.terminal import say, say_text
 from jaxmem.step.programs import Program, program
@@ -106,6 +107,7 @@ def run(
     """
     cfg = config_with(cfg, **parts)
     with requeued_before_training(), ExitStack() as locks:
+        _refuse_other_configs(cfg)
         for key, place in locked_places(cfg).items():
             if warning := locks.enter_context(run_lock(place, cfg.name, key)):
                 say(warning)
@@ -129,7 +131,7 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
     refuse_links(checkpoint_path)
     cfg = resuming_own_checkpoints(cfg, checkpoint_path)
     cfg = _check_kernels(cfg, devices)
-    resolved, remat_why = resolve_remat(cfg, local_target(devices))
+    resolved, remat_why = resolve_remat(cfg, local_target(devices, gather))
     built = program(resolved, devices)
     elastic = lines.elastic_line(cfg, built.cfg)
     cfg = built.cfg
@@ -255,6 +257,17 @@ def _recorded(directory: Path, step: int) -> tuple[dict[str, float], dict[str, f
     held_out = {name: value for name, value in values.items() if name.startswith(HELD_OUT)}
     metrics = {name: value for name, value in values.items() if name not in held_out}
     return metrics, {name.removeprefix(HELD_OUT): value for name, value in held_out.items()}
+
+
+def _refuse_other_configs(cfg: Config) -> None:
+    """Refuses processes with other settings than process 0: they would train other models together."""
+    first, *others = gather(cfg.model_dump(mode="json"))
+    for process, other in enumerate(others, 1):
+        if differences := changed(first, other, ("*",), PATHS, "{} {}, {}"):
+            raise UserError(
+                f"the config of process {process} is another one: {abridge(differences)}; start all processes with the"
+                " same command"
+            )
 
 
 def _preflight(cluster: Cluster) -> None:

@@ -341,6 +341,24 @@ def test_a_non_finite_loss_stops_the_run(config):
         run(config(optimizer={"learning_rate": 1e30, "clip": None}))
 
 
+def test_processes_with_another_config_are_refused(config, monkeypatch):
+    """Paths may differ between hosts."""
+    there = {"seed": 1, "output": "/scratch"}
+    monkeypatch.setattr("jaxmem.training.run.gather", lambda mine: [mine, {**mine, **there}])
+    with pytest.raises(UserError, match=r"^the config of process 1 is another one: seed 0, 1; start all processes with"):
+        run(config())
+
+
+def test_processes_choose_by_the_least_memory_of_all(config, monkeypatch):
+    def refuse(_, target):
+        raise UserError(f"{target.memory} bytes")
+
+    monkeypatch.setattr("jaxmem.planning.budget.resolve_remat", refuse)
+    monkeypatch.setattr("jaxmem.training.run.gather", lambda mine: [mine, 7 if isinstance(mine, int) else mine])
+    with pytest.raises(UserError, match="^7 bytes"):
+        run(config())
+
+
 def test_nothing_is_written_when_it_cannot_run(config, tmp_path):
     with pytest.raises(UserError, match="mesh"):
         run(config(mesh={"fsdp": 3}))
