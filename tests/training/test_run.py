@@ -22,6 +22,7 @@ from jaxmem.planning.result import plan_program
 from jaxmem.step.programs import Program
 from jaxmem.training.memory_check import DoesNotFitError
 from jaxmem.training.run import run
+from jaxmem.training.telemetry import Profile
 
 MODEL = {"preset": "tiny", "layers": 2, "embed": 32, "mlp": 64, "heads": 4, "kv_heads": 4, "head_dim": 8}
 EVERYWHERE = {"fsdp": 4, "tensor": 2}
@@ -122,6 +123,19 @@ def test_a_finished_run_is_left_alone(config, capsys, monkeypatch):
 def test_a_profile_of_the_steps_asked_for(config):
     result = run(config(train={"steps": 4, "profile": [2, 3]}))
     assert list((result.directory / "profile").rglob("*.xplane.pb"))
+
+
+def test_each_process_has_a_profile(tmp_path, monkeypatch):
+    """JAX names the files by the host, which processes may share."""
+    places = []
+    monkeypatch.setattr(jax.profiler, "start_trace", places.append)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for process in range(2):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        with Profile(tmp_path, (1, 2)) as profile:
+            profile.before(1)
+    assert len(set(places)) == 2
 
 
 @pytest.mark.exhaustive
