@@ -70,10 +70,12 @@ def run_lock(output: str | Path, name: str, key: str = "output") -> Iterator[str
 
 def locked_places(cfg: Config) -> dict[str, str]:
     """The setting and the directory of each place in which a run is locked: that of its files and, unless it is a
-    bucket, that of its checkpoints, which runs with another `output` may share."""
+    bucket, that of its checkpoints, which runs with another `output` may share. Those of process 0, which has the locks:
+    another host may have other links."""
     places = {"output": cfg.output, "checkpoint.path": cfg.checkpoint.path or cfg.output}
     local = {key: place for key, place in places.items() if "://" not in place}
-    return local if len(set(map(os.path.realpath, local.values()))) == len(local) else {"output": cfg.output}
+    differ = len(set(map(os.path.realpath, local.values()))) == len(local)
+    return gather(local if differ else {"output": cfg.output})[0]
 
 
 def _acquire(path: Path) -> int:
