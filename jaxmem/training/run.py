@@ -38,7 +38,7 @@ from jaxmem.machine.terminal import say, say_text
 from jaxmem.step.programs import Program, program
 from jaxmem.step.state import TrainState
 from jaxmem.training import lines
-from jaxmem.training.directory import locked_places, run_directory, run_lock, write_description
+from jaxmem.training.directory import is_shared, locked_places, run_directory, run_lock, write_description
 from jaxmem.training.progress import Progress, RunSpec, spinner
 from jaxmem.training.restore import (
     check_finite,
@@ -122,7 +122,9 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
     from jaxmem.training.memory_check import PeakCheck, check_fits, explained_out_of_memory
 
     check_trackers(cfg.train.trackers)
-    cache_compiled_programs(cfg.output)
+    # If some processes find a program in a cache of their host and others compile it, these wait for the first in XLA.
+    if is_shared(Path(cfg.output)):
+        cache_compiled_programs(cfg.output)
     _preflight(cfg.cluster)
     devices = jax.devices() if devices is None else devices
     directory = Path(cfg.output, cfg.name)
