@@ -48,7 +48,8 @@ def test_slurm() -> None:
     [(75, 9, True), (137, 0, True), (137, 5, False), (130, 0, False), (0, 0, False), (1, 0, False)],
 )
 def test_slurm_queues_a_job_again(tmp_path: Path, code: int, restarts: int, requeued: bool) -> None:
-    """After an interruption always; after a killed process, which srun reports as 137, five times; after Ctrl-C never."""
+    """After an interruption always; after a killed process, which srun reports as 137, five times; never after Ctrl-C,
+    130."""
     for name, content in (("srun", f"exit {code}"), ("scontrol", f"touch {tmp_path}/requeued")):
         program = tmp_path / name
         program.write_text(f"#!/bin/sh\n{content}\n")

@@ -72,8 +72,8 @@ def run_lock(output: str | Path, name: str, key: str = "output") -> Iterator[str
 
 def locked_places(cfg: Config) -> dict[str, str]:
     """The setting and the directory of each place in which a run is locked: that of its files and, unless it is a
-    bucket, that of its checkpoints, which runs with another `output` may share. Those of process 0, which has the locks:
-    another host may have other links."""
+    bucket, that of its checkpoints, which runs with another `output` may share. They are those of process 0, which has
+    the locks, because links may lead elsewhere on another host."""
     places = {"output": cfg.output, "checkpoint.path": cfg.checkpoint.path or cfg.output}
     local = {key: place for key, place in places.items() if "://" not in place}
     differ = len(set(map(os.path.realpath, local.values()))) == len(local)

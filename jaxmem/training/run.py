@@ -122,9 +122,7 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
     from jaxmem.training.memory_check import PeakCheck, check_fits, explained_out_of_memory
 
     check_trackers(cfg.train.trackers)
-    # If some processes find a program in a cache of their host and others compile it, these wait for the first in XLA.
-    if is_shared(Path(cfg.output)):
-        cache_compiled_programs(cfg.output)
+    _cache_compiled_programs(cfg.output)
     _preflight(cfg.cluster)
     devices = jax.devices() if devices is None else devices
     directory = Path(cfg.output, cfg.name)
@@ -270,6 +268,13 @@ def _refuse_other_configs(cfg: Config) -> None:
                 f"the config of process {process} is another one: {abridge(differences)}; start all processes with the"
                 " same command"
             )
+
+
+def _cache_compiled_programs(output: str) -> None:
+    """Caches compiled programs in `output` if all processes see it. If some found a program that others compile, these
+    would wait in XLA's autotuner, which is shared by all."""
+    if is_shared(Path(output)):
+        cache_compiled_programs(output)
 
 
 def _preflight(cluster: Cluster) -> None:

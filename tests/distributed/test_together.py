@@ -173,7 +173,7 @@ def test_one_that_is_killed_is_named_by_whoever_goes_on(alone: str, started: Any
 
 def test_whoever_is_done_waits_for_a_process_that_writes_for_hours(monkeypatch: Any) -> None:
     waited = []
-    client = SimpleNamespace(wait_at_barrier=lambda name, milliseconds: waited.append(milliseconds))
+    client = SimpleNamespace(wait_at_barrier=lambda _, milliseconds: waited.append(milliseconds))
     monkeypatch.setattr(jax._src.distributed.global_state, "client", client)
     monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
     alone = SimpleNamespace(end=lambda: None, cluster=Cluster("node1:1234", processes=2, process=1))

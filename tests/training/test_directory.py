@@ -63,11 +63,11 @@ def test_all_processes_wait_for_the_locks_of_process_0(tmp_path, monkeypatch):
 def test_programs_are_cached_where_all_hosts_see_them(tmp_path, monkeypatch, sees):
     """Otherwise host 0 finds a program that the others compile, and XLA's autotuner waits for all hosts."""
     cached = []
-    there = "jaxmem.training.directory."
+    module = "jaxmem.training.directory"
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(there + "gather", lambda mine: [mine, mine and sees] if isinstance(mine, bool) else [mine, mine])
-    monkeypatch.setattr(there + "any_process", bool)
-    monkeypatch.setattr(there + "SHARED_SECONDS", 0)
+    monkeypatch.setattr(f"{module}.gather", lambda mine: [mine, mine if isinstance(mine, str) else sees])
+    monkeypatch.setattr(f"{module}.any_process", bool)
+    monkeypatch.setattr(f"{module}.SHARED_SECONDS", 0)
     monkeypatch.setattr(time, "sleep", lambda _: None)
     monkeypatch.setattr("jaxmem.training.run.gather", lambda mine: [mine, mine])
     monkeypatch.setattr("jaxmem.training.run.cache_compiled_programs", cached.append)
