@@ -37,7 +37,7 @@ def train(config: str, overrides: Sequence[str] = ()) -> list[float]:
 
 def run(cfg: jaxmem.Config, *, is_first: bool) -> list[float]:
     devices = jax.devices()  # of all hosts
-    cfg, _ = resolve_remat(cfg, local_target(devices))  # replaces memory.remat=auto
+    cfg, _ = resolve_remat(cfg, local_target(devices, gather))  # replaces memory.remat=auto
 
     # Mesh, network and optimizer, all as the config names them. `spec` has the shape and the sharding of each array of
     # the state and of a batch: [micro-batches, rows, ...].

@@ -44,10 +44,12 @@ def test_slurm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "restarts", "requeued"), [(75, 9, True), (137, 0, True), (137, 5, False), (0, 0, False), (1, 0, False)]
+    ("code", "restarts", "requeued"),
+    [(75, 9, True), (137, 0, True), (137, 5, False), (130, 0, False), (0, 0, False), (1, 0, False)],
 )
 def test_slurm_queues_a_job_again(tmp_path: Path, code: int, restarts: int, requeued: bool) -> None:
-    """After an interruption always; after a killed process, which srun reports as 137, five times."""
+    """After an interruption always; after a killed process, which srun reports as 137, five times; never after Ctrl-C,
+    130."""
     for name, content in (("srun", f"exit {code}"), ("scontrol", f"touch {tmp_path}/requeued")):
         program = tmp_path / name
         program.write_text(f"#!/bin/sh\n{content}\n")

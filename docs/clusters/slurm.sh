@@ -20,8 +20,8 @@ srun --kill-on-bad-exit=0 jaxmem train "$config" mesh.fsdp=-1 cluster.heartbeat_
 code=$?
 
 # srun returns the largest code of all processes. If a process was killed, that is 137 and not the 75 of the others. A
-# process that is killed for its memory would be killed again, so this is repeated five times at most.
-killed=$(( code > 128 && ${SLURM_RESTART_COUNT:-0} < 5 ))
+# process that is killed for its memory would be killed again, so this is repeated five times at most. 130 is Ctrl-C.
+killed=$(( code > 128 && code != 130 && ${SLURM_RESTART_COUNT:-0} < 5 ))
 if [ "$code" -eq 75 ] || [ "$killed" -eq 1 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -3,6 +3,7 @@
 import math
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from jaxmem.checkpoint.record import (
     named_leaves,
     read_record,
 )
+from jaxmem.distributed.agree import any_process, gather
 from jaxmem.distributed.join import end_all
 from jaxmem.distributed.watch import lost_process_error
 from jaxmem.errors import TemporaryError, UserError, abridge, one_of
@@ -35,6 +37,8 @@ from jaxmem.typing import JsonDict, JsonView, Tree
 CHUNK_BYTES = 64 << 20  # bytes decoded at once to restore a part of an array
 STEP_PATTERN = re.compile("0|[1-9][0-9]{0,17}")  # the name of a checkpoint
 MAX_ERRORS = 10  # of one failed save that Orbax raises one after the other
+SAVE_SECONDS = 24 * 3600  # limit of a save; the watch finds a lost process, and large states take long
+LISTING_SECONDS = 120  # until all hosts must see the same checkpoints; network file systems cache for a minute
 ROTATED_DIRECTORY = ".rotated"  # replaced checkpoints are moved to this directory, and then deleted
 
 
@@ -117,6 +121,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             raise_lost_process(error)
             cause = f"{root_cause(error)}; set checkpoint.path to another directory"
             raise UserError(f"cannot open checkpoints in {self.directory}: {cause}") from error
+        except UserError:
+            self._silence.close()
+            raise
         self._sweep()
 
     def is_due(self, step: int, metrics: Mapping[str, float] | None = None, force: bool = False) -> bool:
@@ -260,16 +267,33 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             todelete_subdir=ROTATED_DIRECTORY if self._has_rename else None,
             cleanup_tmp_directories=not self.read_only,  # directories that a killed run left incomplete
             create=not self.read_only,
+            async_options=ocp.AsyncOptions(timeout_secs=SAVE_SECONDS),
             lightweight_initialize=True,  # reads names only, so that a damaged checkpoint does not prevent opening
         )
         if self._has_rename:
             self._move_misnamed()
-        manager = Manager(self.directory, options=options, failed=self._end_if_only_this_process_failed)
-        self._retention.losses.clear()
+        manager = self._manager_of_all_processes(options)
+        losses = []
         for step in manager.all_steps():
             with suppress(DamagedError):  # a damaged checkpoint is never the best; it is reported when it is read
-                self._retention.losses[step] = read_record(self.directory / str(step))["metrics"].get("loss")
+                losses.append([step, read_record(self.directory / str(step))["metrics"].get("loss")])
+        # All processes must choose the same checkpoints to keep, also if one could not read a record.
+        self._retention.losses = dict(gather(losses)[0])
         return manager
+
+    def _manager_of_all_processes(self, options: ocp.CheckpointManagerOptions) -> Manager:
+        """Waits until all processes see the same checkpoints. Otherwise those that see a checkpoint would read it
+        without the others, and take it for damaged."""
+        end = time.monotonic() + LISTING_SECONDS
+        while True:
+            manager = Manager(self.directory, options=options, failed=self._end_if_only_this_process_failed)
+            first, *others = gather(sorted(manager.all_steps()))
+            if all(steps == first for steps in others):
+                return manager
+            manager.close()
+            if any_process(time.monotonic() > end):
+                raise TemporaryError(f"{self.directory}: the hosts see different checkpoints; check its file system")
+            time.sleep(1)
 
     def _move_misnamed(self) -> None:
         """Renames directories that Orbax would read as steps, but whose names no step has (007,

@@ -50,6 +50,18 @@ CHANGEABLE_KEYS = (
     "data.on_invalid",  # a record that is skipped has no tokens, and keeps its number
     "data.documents_per_row",  # changes only later rows; a position is a record and a token
 )
+PATHS = (  # places of the same files, which may have another path on each host
+    "output",
+    "checkpoint.path",
+    "data.path",
+    "data.mixture.*.path",
+    "data.tokenizer",
+    "data.chat_template",
+    "data.reference_logprobs",
+    "model.hf",
+    "adapter.base_run",
+    "adapter.hf",
+)
 
 
 def changed(
@@ -57,8 +69,9 @@ def changed(
     new: JsonView,
     fields: Sequence[str] = FIXED_KEYS,
     without: Sequence[str] = CHANGEABLE_KEYS,
+    text: str = "{} was {}, is {}",
 ) -> list[str]:
-    """The fields that differ, by default of FIXED_KEYS, each as `field was X, is Y`.
+    """The fields that differ, by default of FIXED_KEYS, each as a text of the field and its two values.
 
     >>> changed({"seed": 0, "mesh": {"fsdp": 8}}, {"seed": 1, "mesh": {"fsdp": 4}})
     ['seed was 0, is 1']
@@ -66,7 +79,7 @@ def changed(
     before = _flat(old)
     after = _flat(new)
     return [
-        f"{field} was {as_yaml(before.get(field))}, is {as_yaml(after.get(field))}"
+        text.format(field, as_yaml(before.get(field)), as_yaml(after.get(field)))
         for field in {**before, **after}
         if _is_in(field, fields) and not _is_in(field, without) and _value(before, field) != _value(after, field)
     ]

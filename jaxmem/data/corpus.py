@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxmem.config.hub import dataset_files, is_dataset
+from jaxmem.config.hub import dataset_files, fetched_dataset, is_dataset
 from jaxmem.config.sections import SOURCES, Config, Data, Source
 from jaxmem.data import record_order
 from jaxmem.data.chat_forms import ANSWERS, LISTS
@@ -27,6 +27,8 @@ from jaxmem.errors import UserError, results_of
 
 CHECKED_RECORDS = 32  # records of a source that `check` reads
 MAX_HASHED = 256 << 20  # largest size in bytes of data that a fingerprint reads completely
+SAMPLE_BLOCKS = 32  # blocks of a larger file that a fingerprint reads
+BLOCK = 4096  # bytes
 BATCHES_OF_SCRIPT = "batches of a script"  # their fingerprint
 
 # "all": all records in their own order, for data that is only evaluated.
@@ -128,7 +130,8 @@ def fingerprint(cfg: Config) -> str:
     """A hash of the data files and the tokenizer, which shows whether they have changed between runs.
 
     For files of up to 256 MiB together it includes names (below their common directory) and contents, so that a copy of
-    the data elsewhere is the same data. For larger data: names, sizes, times of change, first and last 4 KiB.
+    the data elsewhere is the same data. For larger data: names, sizes, and blocks of 4 KiB at fixed places. For a
+    dataset of the hub: its commit and the names of its files.
     """
     if cfg.user.data is not None:
         return BATCHES_OF_SCRIPT
@@ -143,8 +146,10 @@ def fingerprint(cfg: Config) -> str:
 
             digest.update(template_for(tokenizer, cfg.data.chat_template).identity.encode())
     for source in sources_of(cfg.data):
-        if cfg.data.streaming and source.path is not None and is_dataset(source.path):
-            files = dataset_files(source.path, source.kind.suffixes)
+        if source.path is not None and is_dataset(source.path):
+            suffixes = source.kind.suffixes
+            is_streamed = cfg.data.streaming  # none of the files is fetched
+            files = dataset_files(source.path, suffixes) if is_streamed else fetched_dataset(source.path, suffixes)[1]
             digest.update(repr((files.repository, files.commit, files.names, source.field)).encode())
             continue
         paths = source_files(source)
@@ -153,7 +158,7 @@ def fingerprint(cfg: Config) -> str:
         digest.update(f"\0{source.source}\0{source.field}\0{len(paths)}".encode())
         for path, size in zip(paths, sizes, strict=True):
             digest.update(os.fsencode(path.absolute().relative_to(root)) + f"\0{size}\0".encode())
-            _update(digest, path, size, completely=sum(sizes) <= MAX_HASHED)
+            _update(digest, path, size, completely=sum(sizes) <= MAX_HASHED or size <= SAMPLE_BLOCKS * BLOCK)
     return digest.hexdigest()
 
 
@@ -164,9 +169,9 @@ def _update(digest: hashlib.blake2b, path: Path, size: int, *, completely: bool)
                 while part := file.read(1 << 20):
                     digest.update(part)
                 return
-            digest.update(f"{os.fstat(file.fileno()).st_mtime_ns}\0".encode() + file.read(4096))
-            file.seek(max(0, size - 4096))
-            digest.update(file.read(4096))
+            for number in range(SAMPLE_BLOCKS):  # the first, the last, and others between them
+                file.seek((size - BLOCK) * number // (SAMPLE_BLOCKS - 1))
+                digest.update(file.read(BLOCK))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
 

@@ -26,6 +26,7 @@ from jaxmem.data.corpus import Corpus, Split
 from jaxmem.data.packing import Batch, OrderedRecords, Rows, RowStream, TextRows
 from jaxmem.data.record_order import RecordOrder, records_of_epochs
 from jaxmem.data.records import Document
+from jaxmem.distributed.agree import gather
 from jaxmem.errors import UserError
 from jaxmem.typing import JsonDict
 
@@ -100,8 +101,9 @@ class Loader(AbstractContextManager["Loader"]):
         self._start = self._batches.get_state()
 
     def _choose_shards(self) -> Shards | None:
-        """The shards of the files; None without streaming. Each process has its own shard if it has its own rows, and
-        there are at least as many files as processes."""
+        """The shards of the files; None without streaming. Each process has its own shard if its rows are its own, and
+        there are at least as many files as processes. Rows that are the same in several processes have the same
+        tokens, so all processes choose together."""
         if self._split != "train" or not self._cfg.data.streaming:
             return None
         count = len(self._rows)
@@ -110,7 +112,8 @@ class Loader(AbstractContextManager["Loader"]):
         is_share = self._columns % count == 0 and first % count == 0 and is_consecutive
         files = min(len(stream.names) for stream in self.corpus.sources)
         has_own_shard = is_share and self._columns // count <= files
-        return Shards(self._columns // count if has_own_shard else 1, self._columns)
+        counts = set(gather(self._columns // count if has_own_shard else 1))
+        return Shards(counts.pop() if len(counts) == 1 else 1, self._columns)
 
     def _build(self) -> Rows:
         """The batches of this process, from the beginning."""

@@ -26,7 +26,10 @@ VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 ALL = ", ".join(VARIABLES)
 LAUNCH = "JAXMEM_LAUNCH"  # a variable with the id of a `jaxmem launch`, the same when it starts processes again
 # Variables of launchers that JAX does not support: the number of processes, and the number of this process.
-UNSUPPORTED = (("PMI_SIZE", "PMI_RANK"), ("PMIX_SIZE", "PMIX_RANK"), ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"))
+UNSUPPORTED = (
+    *(("PMI_SIZE", "PMI_RANK"), ("PMIX_SIZE", "PMIX_RANK"), ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK")),
+    ("WORLD_SIZE", "RANK"),  # torchrun, PyTorchJob
+)
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ def _scheduler(is_given: bool) -> Scheduler | None:
         clusters.K8sCluster.is_env_present()  # this call also connects to the cluster
         return clusters.K8sCluster
     for size, rank in UNSUPPORTED:
-        if rank in os.environ and int(os.environ.get(size, "1")) > 1:
+        if rank in os.environ and (_number(os.environ, size) or 1) > 1:
             raise UserError(
                 f"{size}={os.environ[size]}, but the addresses of these processes are unknown; set {ALL}, or set"
                 " JAX_NUM_PROCESSES=1 for independent processes"

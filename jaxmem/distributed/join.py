@@ -16,6 +16,8 @@ from jaxmem.machine.devices import reserve_gpu_memory
 from jaxmem.machine.files import as_user_error
 from jaxmem.machine.terminal import say
 
+LEAVE_SECONDS = 24 * 3600  # process 0 may write for long; the watch finds a lost process
+
 _watch: Watch | None = None
 
 
@@ -72,7 +74,7 @@ def leave() -> None:
     from jax._src import distributed
 
     client: Any = distributed.global_state.client
-    client.wait_at_barrier("jaxmem/done", 1000 * 300)
+    client.wait_at_barrier("jaxmem/done", 1000 * LEAVE_SECONDS)
     _watch.end()
     if _watch.cluster.process == 0:
         time.sleep(0.2)  # the other clients disconnect from the service first

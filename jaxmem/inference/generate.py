@@ -189,7 +189,8 @@ class Generator:
             key = jnp.where(batch > 0, jax.random.fold_in(key, batch), key)
             return self._sampling.sample(logits, key), cache
 
-        return jax.jit(step, donate_argnums=2)
+        # Every process reads the tokens of all rows.
+        return jax.jit(step, donate_argnums=2, out_shardings=(self._program.layout.replicated(), None))
 
     @cached_property
     def _empty(self) -> Tree:

@@ -131,12 +131,13 @@ def with_passing_kernels(cfg: Config, devices: Sequence[jax.Device]) -> Config:
 
 
 def _program(cfg: Config, computes: bool) -> Program:
-    """The program of a config, on one device if the mesh does not match the number of devices of this machine."""
+    """The program of a config. In a single process, it is on one device if the mesh does not match the number of
+    devices."""
     reserve_gpu_memory()
     devices = jax.devices()
     mesh = cfg.mesh
     sizes = [getattr(mesh, axis) for axis in MESH_AXES]
-    if -1 not in sizes and math.prod(sizes) != len(devices):
+    if -1 not in sizes and math.prod(sizes) != len(devices) and jax.process_count() == 1:
         # Pipeline stages and updates within a schedule need several devices.
         cfg = cfg.replace(mesh=Mesh(), pipeline=Pipeline(), memory={"update": "after"})
         devices = devices[:1]

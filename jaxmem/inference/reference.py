@@ -50,25 +50,29 @@ def reference_logprobs(program: Program, corpus: Corpus, params: Tree, identity:
     cfg = program.cfg
     file = file_for(cfg.data)
     data = _identity(cfg.data, identity)
-    if any_process(file.is_file()):
-        stored = read(file)
-        expected = weights or fingerprint(cfg.model, params)
+    expected = weights or fingerprint(cfg.model, params)
+    stored = read(file) if file.is_file() else None
+    if stored is not None:
         problem = "other data" if stored.data != data else "another model" if stored.weights != expected else None
         if problem or len(stored.values) != len(corpus.sources[0]):
             raise UserError(
                 f"{file}: was computed with {problem or 'another number of pairs'}; remove it, or set"
                 " data.reference_logprobs to another file"
             )
+    all_have_it = all(gather(stored is not None))
+    if stored is not None and all_have_it:
         return stored
     if weights is not None:
         raise UserError(
             f"{file} is missing; it was computed from the weights before training, which are no longer available; copy "
             "it from a backup, or start a new run"
         )
-    computed = Reference(_compute(program, corpus, params), data, fingerprint(cfg.model, params))
-    if jax.process_index() == 0:
+    computed = Reference(_compute(program, corpus, params), data, expected)
+    if jax.process_index() == 0 and stored is None:
         _write(file, computed)
-    gather(None)  # waits until all processes can read the file
+    gather(None)  # waits for process 0, since hosts may share the file
+    if not file.is_file():
+        _write(file, computed)
     return computed
 
 

@@ -9,7 +9,7 @@ GPU of the table that has the other fields.
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,8 +94,9 @@ def parse_target(text: str) -> Target:
     return Target(text, gpu, count, per_host, gpu.memory, gpu.host_memory)
 
 
-def local_target(seen: Sequence[Any]) -> Target:
-    """The target of local devices, of this process or of all processes of a run."""
+def local_target(seen: Sequence[Any], gather: Callable[[int], list[int]] = lambda value: [value]) -> Target:
+    """The target of local devices, of this process or of all processes of a run. `gather` returns the values of all
+    processes, for a target that is the same in all of them: with the least memory of a device and of a host."""
     import jax
 
     first = seen[0]
@@ -104,19 +105,18 @@ def local_target(seen: Sequence[Any]) -> Target:
     names = join.hosts()  # several processes may share a host
     hosts = [names[device.process_index] if names else device.process_index for device in seen]
     per_host = hosts.count(hosts[0])
+    share = min(gather(devices.host_memory()["total"] // per_host))
     if first.platform == "cpu":
-        share = devices.host_memory()["total"] // per_host
         return Target(f"cpu:{count}", None, count, per_host, share, share, tuple(seen))
     # jax raises an error for a device of another process.
-    reported = (here.memory_stats() or {}).get("bytes_limit", 0)
+    reported = min(gather((here.memory_stats() or {}).get("bytes_limit", 0)))
     gpu = gpus.find(first.device_kind, reported)
     # jax reports the bytes that it may use; the table of GPUs has the total.
     memory = max(gpu.memory, reported) if gpu else reported
     name = gpu.name if gpu else first.device_kind
     withheld = memory - reported if reported else None
-    host = devices.host_memory()["total"] // per_host
     amount = count if per_host == min(count, PER_HOST) else f"{-(-count // per_host)}x{per_host}"
-    return Target(f"{name}:{amount}", gpu, count, per_host, memory, host, tuple(seen), withheld)
+    return Target(f"{name}:{amount}", gpu, count, per_host, memory, share, tuple(seen), withheld)
 
 
 def reserved_memory(target: Target, gib: float | None = None) -> int:

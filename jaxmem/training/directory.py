@@ -16,6 +16,7 @@ import os
 import shutil
 import socket
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from jaxmem.planning.result import Plan
 
 MAX_WAIT_SECONDS = 60  # seconds until a directory that one host created must be visible to the other hosts
+SHARED_SECONDS = 5  # the same for a file, to share a cache
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)  # errors of file systems without locks
 
 
@@ -70,10 +72,12 @@ def run_lock(output: str | Path, name: str, key: str = "output") -> Iterator[str
 
 def locked_places(cfg: Config) -> dict[str, str]:
     """The setting and the directory of each place in which a run is locked: that of its files and, unless it is a
-    bucket, that of its checkpoints, which runs with another `output` may share."""
+    bucket, that of its checkpoints, which runs with another `output` may share. They are those of process 0, which has
+    the locks, because links may lead elsewhere on another host."""
     places = {"output": cfg.output, "checkpoint.path": cfg.checkpoint.path or cfg.output}
     local = {key: place for key, place in places.items() if "://" not in place}
-    return local if len(set(map(os.path.realpath, local.values()))) == len(local) else {"output": cfg.output}
+    differ = len(set(map(os.path.realpath, local.values()))) == len(local)
+    return gather(local if differ else {"output": cfg.output})[0]
 
 
 def _acquire(path: Path) -> int:
@@ -93,6 +97,24 @@ def _acquire(path: Path) -> int:
             os.close(file)
             raise
         os.close(file)  # the process that had the lock has removed the file
+
+
+def is_shared(directory: Path) -> bool:
+    """Whether all processes see this directory, in which process 0 creates a file for a moment."""
+    if jax.process_count() == 1:
+        return True
+    marker = directory / gather(f".{uuid.uuid4().hex}")[0]
+    if jax.process_index() == 0:
+        with suppress(OSError):  # nobody sees the file
+            directory.mkdir(parents=True, exist_ok=True)
+            marker.touch()
+    gather(None)  # waits, because a network file system may remember that the file did not exist
+    end = time.monotonic() + SHARED_SECONDS
+    while not (all_see_it := all(gather(marker.exists()))) and not any_process(time.monotonic() > end):
+        time.sleep(1)
+    if jax.process_index() == 0:
+        marker.unlink(missing_ok=True)
+    return all_see_it
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from etils import epath
 from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.checkpoint.metrics import read_rows
 from jaxmem.checkpoint.paths import checkpoint_directory, refuse_links
+from jaxmem.checkpoint.same_run import PATHS, changed
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Checkpoint, Cluster, Config
 from jaxmem.config.methods import config_with
@@ -31,13 +32,13 @@ from jaxmem.data.user import open_loader
 from jaxmem.distributed.agree import DelayedMax, any_process, gather, serialized
 from jaxmem.distributed.cluster import jobs
 from jaxmem.distributed.join import failing_together
-from jaxmem.errors import UserError
+from jaxmem.errors import UserError, abridge
 from jaxmem.machine.devices import cache_compiled_programs, peak_flops, reserve_gpu_memory
 from jaxmem.machine.terminal import say, say_text
 from jaxmem.step.programs import Program, program
 from jaxmem.step.state import TrainState
 from jaxmem.training import lines
-from jaxmem.training.directory import locked_places, run_directory, run_lock, write_description
+from jaxmem.training.directory import is_shared, locked_places, run_directory, run_lock, write_description
 from jaxmem.training.progress import Progress, RunSpec, spinner
 from jaxmem.training.restore import (
     check_finite,
@@ -112,6 +113,7 @@ def run(
             " continues from its newest checkpoint"
         )
     with requeued_before_training(), ExitStack() as locks:
+        _refuse_other_configs(cfg)
         for key, place in locked_places(cfg).items():
             if warning := locks.enter_context(run_lock(place, cfg.name, key)):
                 say(warning)
@@ -128,7 +130,7 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
     from jaxmem.training.memory_check import PeakCheck, check_fits, explained_out_of_memory
 
     check_trackers(cfg.train.trackers)
-    cache_compiled_programs(cfg.output)
+    _cache_compiled_programs(cfg.output)
     _preflight(cfg.cluster)
     devices = jax.devices() if devices is None else devices
     directory = Path(cfg.output, cfg.name)
@@ -138,7 +140,7 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
     cfg = resuming_own_checkpoints(cfg, checkpoint_path)
     refuse_gpu_kernels(cfg, devices[0].platform)
     cfg = with_passing_kernels(cfg, devices)
-    resolved, remat_why = resolve_remat(cfg, local_target(devices))
+    resolved, remat_why = resolve_remat(cfg, local_target(devices, gather))
     built = program(resolved, devices)
     elastic = lines.elastic_line(cfg, built.cfg)
     cfg = built.cfg
@@ -265,6 +267,24 @@ def _recorded(directory: Path, step: int) -> tuple[dict[str, float], dict[str, f
     held_out = {name: value for name, value in values.items() if name.startswith(HELD_OUT)}
     metrics = {name: value for name, value in values.items() if name not in held_out}
     return metrics, {name.removeprefix(HELD_OUT): value for name, value in held_out.items()}
+
+
+def _refuse_other_configs(cfg: Config) -> None:
+    """Refuses processes with other settings than process 0: they would train other models together."""
+    first, *others = gather(cfg.model_dump(mode="json"))
+    for process, other in enumerate(others, 1):
+        if differences := changed(first, other, ("*",), PATHS, "{} {}, {}"):
+            raise UserError(
+                f"the config of process {process} is another one: {abridge(differences)}; start all processes with the"
+                " same command"
+            )
+
+
+def _cache_compiled_programs(output: str) -> None:
+    """Caches compiled programs in `output` if all processes see it. If some found a program that others compile, these
+    would wait in XLA's autotuner, which is shared by all."""
+    if is_shared(Path(output)):
+        cache_compiled_programs(output)
 
 
 def _preflight(cluster: Cluster) -> None:

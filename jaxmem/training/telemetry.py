@@ -109,10 +109,12 @@ class Telemetry:
 
 
 class Profile(AbstractContextManager["Profile"]):
-    """A JAX profile for TensorBoard or Perfetto: `train.profile: [first, last]` records these steps."""
+    """A JAX profile for TensorBoard or Perfetto: `train.profile: [first, last]` records these steps. Several processes
+    have a directory each, since JAX names a profile by its host."""
 
     def __init__(self, directory: Path, steps: tuple[int, int] | None) -> None:
-        self._directory = directory
+        is_alone = jax.process_count() == 1
+        self._directory = directory if is_alone else directory / f"process-{jax.process_index()}"
         self._running = False
         self._first, self._last = steps or (0, 0)
 

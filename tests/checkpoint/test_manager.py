@@ -1,7 +1,9 @@
 """Checkpoints come back bit by bit on any mesh, and say what does not fit."""
 
 import shutil
+import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +11,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxmem.checkpoint import manager
 from jaxmem.checkpoint.manager import ROTATED_DIRECTORY, Checkpoints
 from jaxmem.checkpoint.paths import move_aside
 from jaxmem.checkpoint.record import DamagedError
 from jaxmem.config import Config
-from jaxmem.errors import UserError
+from jaxmem.errors import TemporaryError, UserError
 from jaxmem.inference.load import read_checkpoint
 from tests.checkpoint.conftest import State, abstract, bits, filled, mesh
 
@@ -144,6 +147,30 @@ def test_a_checkpoint_that_is_evaluated_after_its_save_may_be_the_best(tmp_path:
         for step in (2, 3):
             checkpoints.save(step, {"x": jnp.ones(3)}, POSITION, CONFIG, {"loss": 2.0}, force=True)
         assert checkpoints.steps() == [1, 3]
+
+
+def test_processes_wait_until_they_see_the_same_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system may show some hosts an old listing: they would take the newest checkpoint for damaged."""
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"x": jnp.ones(3)}, POSITION, CONFIG, {"loss": 2.0}, force=True)
+    there: Any = iter(([1], [1, 2], [[1, 5.0], [2, None]]))
+    waits: list[float] = []
+    monkeypatch.setattr(manager, "gather", lambda mine: [next(there), mine])
+    monkeypatch.setattr(time, "sleep", waits.append)
+    with Checkpoints(tmp_path, keep_best=True) as checkpoints:
+        assert waits == [1]
+        assert [checkpoints.is_due(3, {"loss": loss}) for loss in (4.0, 6.0)] == [True, False]  # than that of process 0
+    monkeypatch.setattr(manager, "gather", lambda mine: [mine, []])
+    monkeypatch.setattr(manager, "LISTING_SECONDS", 0)
+    with pytest.raises(TemporaryError, match="the hosts see different checkpoints; check its file system"):
+        Checkpoints(tmp_path)
+
+
+def test_a_save_may_take_hours(tmp_path: Path) -> None:
+    """Orbax's limit is 20 minutes by default."""
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints._manager._checkpointer._async_manager._timeout_secs > 12 * 3600
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxmem.config import hub
 from jaxmem.config.sections import Config
-from jaxmem.data import cache
+from jaxmem.data import cache, corpus
 from jaxmem.data.cache import tokenize
 from jaxmem.data.corpus import fingerprint
 from jaxmem.data.loader import Loader
@@ -159,9 +160,45 @@ def test_the_fingerprint_changes_with_the_data_and_only_then(
     (tmp_path / "a" / "1.txt").rename(tmp_path / "a" / "4.txt")
     assert changed()
     assert changed(config(source="text", path=str(tmp_path / "a"), tokenizer=tokenizer_file))
-    monkeypatch.setattr("jaxmem.data.corpus.MAX_HASHED", 1000)  # as for data too large to be read
-    assert changed()
-    (tmp_path / "a" / "0.txt").write_text("other " * 4000)
-    assert changed()
-    os.utime(tmp_path / "a" / "0.txt", (1, 1))
-    assert changed()
+
+
+def test_the_fingerprint_of_large_files_reads_blocks_of_them(
+    config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the time of change, which for a copy on another host is that of the copy."""
+    monkeypatch.setattr(corpus, "MAX_HASHED", 1000)
+    content = bytes(1 << 20)
+    file = tmp_path / "x.txt"
+    cfg = config(source="text", path=str(file))
+
+    def fingerprint_with(place: int | None = None) -> str:
+        file.write_bytes(content if place is None else content[:place] + b"X" + content[place + 1 :])
+        os.utime(file, (1, 1) if place is None else None)
+        return fingerprint(cfg)
+
+    before = fingerprint_with()
+    os.utime(file)
+    assert fingerprint(cfg) == before
+    blocks = corpus.SAMPLE_BLOCKS - 1
+    places = [0, *((len(content) - corpus.BLOCK) * number // blocks for number in (1, blocks // 2)), len(content) - 1]
+    assert len({before, *map(fingerprint_with, places)}) == 5
+    file.write_bytes(content + b"\0")
+    assert fingerprint(cfg) != before
+
+
+def test_the_fingerprint_of_a_dataset_of_the_hub_is_its_commit(
+    config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts fetch it at different times, and its files are not read again."""
+    cfg = config(source="jsonl", path="hf://datasets/org/name/data/*.jsonl")
+
+    def fingerprint_of(commit: str, host: str) -> str:
+        directory = tmp_path / host / commit
+        (directory / "data").mkdir(parents=True)
+        (directory / "data/0.jsonl").write_text('{"text": "x"}')
+        hub.fetched_dataset.cache_clear()
+        monkeypatch.setattr(hub, "_fetch", lambda *_: str(directory))
+        return fingerprint(cfg)
+
+    assert fingerprint_of("5f0c", "a") == fingerprint_of("5f0c", "b") != fingerprint_of("77aa", "a")
+    hub.fetched_dataset.cache_clear()

@@ -151,6 +151,19 @@ def test_more_processes_than_files_share_each_file(config: Make, shards: Path) -
     assert sum(found, Counter()) == Counter(texts_of(shards))
 
 
+def test_processes_that_share_some_rows_share_each_file(
+    config: Make, shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three processes of two devices, whose groups of three devices have one row."""
+    monkeypatch.setattr("jaxmem.data.loader.gather", lambda _: [2, 1, 2])
+    cfg = config(path=str(shards), streaming=True, sequence_length=64, global_size=2)
+    first, middle, last = (take(cfg, 4, rows=rows) for rows in ([0], [0, 1], [1]))
+    for name in ("inputs", "mask"):
+        for batches, column in ((first, 0), (last, 1)):
+            for batch, both in zip(batches, middle, strict=True):
+                np.testing.assert_array_equal(batch[name][:, 0], both[name][:, column])
+
+
 def test_a_mixture_has_its_weights(config: Make, shards: Path, jsonl: Callable[..., str]) -> None:
     other = jsonl([f"other {i}" for i in range(5)])
     mixture = [{"source": "jsonl", "path": str(shards), "weight": 3}, {"source": "jsonl", "path": other}]

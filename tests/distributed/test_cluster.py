@@ -10,6 +10,7 @@ from jaxmem.distributed.cluster import Cluster, find, visible_gpus
 from jaxmem.errors import UserError
 
 WORDS = ("JAX_COORDINATOR", "JAX_NUM_PROC", "JAX_PROCESS_ID", "JAX_LOCAL", "SLURM", "OMPI", "PMI", "KUBERNETES", "JOB_")
+TORCH = ("WORLD_SIZE", "RANK")
 SLURM = {
     "SLURM_JOB_ID": "4097",
     "SLURM_STEP_NODELIST": "node[07-08]",
@@ -33,7 +34,7 @@ GIVEN = {"JAX_COORDINATOR_ADDRESS": "node1:1234", "JAX_NUM_PROCESSES": "2", "JAX
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
-        if name.startswith(WORDS) or name == "CUDA_VISIBLE_DEVICES":
+        if name.startswith(WORDS) or name in (*TORCH, "CUDA_VISIBLE_DEVICES"):
             monkeypatch.delenv(name)
     monkeypatch.setattr(cluster, "visible_gpus", lambda: 0)
 
@@ -67,6 +68,7 @@ def test_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
         (GIVEN | {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES=two is not an integer"),
         (GIVEN | {"JAX_COORDINATOR_ADDRESS": "node1"}, "=node1 must be HOST:PORT"),
         ({"PMI_SIZE": "4", "PMI_RANK": "2"}, "PMI_SIZE=4, but the addresses of these processes are unknown"),
+        ({"WORLD_SIZE": "4", "RANK": "2"}, "WORLD_SIZE=4, but the addresses of these processes are unknown; set JAX_C"),
         (
             {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"},
             "are unknown; run pip install kubernetes",

@@ -3,13 +3,15 @@
 import signal
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 from jax._src.lib import _jax
 
 from jaxmem.checkpoint.manager import Checkpoints
-from jaxmem.distributed import watch
+from jaxmem.distributed import join, watch
 from jaxmem.distributed.cluster import Cluster
 
 # What each process runs, beside the others: what is in place of END.
@@ -167,6 +169,17 @@ def test_one_that_is_killed_is_named_by_whoever_goes_on(alone: str, started: Any
     assert "Traceback" not in processes.said(0)
     with Checkpoints(tmp_path / "checkpoints", read_only=True) as checkpoints:
         assert 1 in checkpoints.steps()
+
+
+def test_whoever_is_done_waits_for_a_process_that_writes_for_hours(monkeypatch: Any) -> None:
+    waited = []
+    client = SimpleNamespace(wait_at_barrier=lambda _, milliseconds: waited.append(milliseconds))
+    monkeypatch.setattr(jax._src.distributed.global_state, "client", client)
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
+    alone = SimpleNamespace(end=lambda: None, cluster=Cluster("node1:1234", processes=2, process=1))
+    monkeypatch.setattr(join, "_watch", alone)
+    join.leave()
+    assert waited[0] > 12 * 3600 * 1000
 
 
 def test_a_first_process_that_is_frozen_does_not_answer(monkeypatch: Any) -> None:

@@ -83,6 +83,16 @@ def test_rows_and_heads_of_the_kv_cache_are_sharded(alone):
     np.testing.assert_array_equal(together, list(Generator(*alone)(prompts, 4)))
 
 
+def test_tokens_of_a_sharded_batch_are_on_all_devices(monkeypatch):
+    """Each of several processes has some of them, and can read only arrays of which it has all."""
+    step = Generator._step
+    placed = []
+    monkeypatch.setattr(Generator, "_step", lambda *inputs: placed.append(step(*inputs)) or placed[-1])
+    next(Generator(*built({"fsdp": 2}, 2, layers=1))([PROMPT, PROMPT + 9], 1))
+    assert placed[0].is_fully_replicated
+    assert len(placed[0].sharding.device_set) == 2
+
+
 @pytest.mark.exhaustive
 def test_temperature_draws_by_the_seed(alone):
     hot = [list(generate(*alone, PROMPT, 12, temperature=2.0, seed=seed)) for seed in (1, 1, 2)]

@@ -24,6 +24,8 @@ from jaxmem.config import Decoder, load_config, save_config
 from jaxmem.config.hub import is_tokenizer_of
 from jaxmem.data.chat_template import template_for
 from jaxmem.data.tokenizer import tokenizer_for
+from jaxmem.errors import UserError
+from jaxmem.inference import load as load_module
 from jaxmem.inference.evaluate import Evaluator, _settings_of, evaluate
 from jaxmem.inference.export import export_model
 from jaxmem.inference.generate import Generator
@@ -54,6 +56,15 @@ def other(base: Path, tmp_path: Path) -> Path:
     (tmp_path / "other/tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "other/generation_config.json").write_text('{"eos_token_id": [9, 263]}')
     return tmp_path / "other"
+
+
+def test_several_processes_do_not_use_the_devices_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others would fail to read a checkpoint into them, and take it for a damaged one."""
+    cfg = load_config(settings(mesh={"fsdp": 4}))
+    assert load_module._program(cfg).layout.mesh.size == 1
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UserError, match="8 devices"):
+        load_module._program(cfg)
 
 
 def settings(**sections: Any) -> dict[str, Any]:

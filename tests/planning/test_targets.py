@@ -8,13 +8,14 @@ import jax
 import pytest
 from rich.console import Console
 
+from jaxmem.config import Memory
 from jaxmem.distributed import join
 from jaxmem.errors import UserError
 from jaxmem.machine import devices, gpus
 from jaxmem.machine.gpus import GIB, GPUS
 from jaxmem.planning.result import plan
 from jaxmem.planning.table import TargetList
-from jaxmem.planning.targets import local_target, parse_target, target_config, target_devices
+from jaxmem.planning.targets import local_target, parse_target, target_config, target_devices, usable_memory
 
 OWN = """
 memory_gib: 24
@@ -184,6 +185,15 @@ def test_each_process_asks_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     target = local_target(seen)
     assert target.withheld == target.memory - 75 * GIB
+
+
+def test_processes_with_different_memory_have_one_target() -> None:
+    """Otherwise they would choose other recompute policies, and the collectives of different programs would mix."""
+    alone = local_target(local_gpus(8, 8))
+    together = local_target(local_gpus(8, 8), lambda value: [value, value * 9 // 10])
+    assert usable_memory(alone, Memory()) == 75 * GIB
+    assert usable_memory(together, Memory()) == 75 * GIB * 9 // 10
+    assert together.host_memory == alone.host_memory * 9 // 10
 
 
 @pytest.mark.parametrize(("count", "name"), [(4, "a100-80gb:4"), (8, "a100-80gb:8"), (10, "a100-80gb:1x10")])

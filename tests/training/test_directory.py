@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import jax
@@ -49,6 +50,33 @@ def test_runs_that_share_only_their_checkpoints_are_not_together(tmp_path):
     for path in (None, "gs://bucket", str(tmp_path / "other/../runs")):
         cfg = load_config({**raw, "checkpoint": {"path": path}})
         assert locked_places(cfg) == {"output": raw["output"]}
+
+
+def test_all_processes_wait_for_the_locks_of_process_0(tmp_path, monkeypatch):
+    """On its host both settings may lead to one directory: a process with more locks would wait for another forever."""
+    cfg = load_config({"name": "x", "output": str(tmp_path), "model": {"preset": "tiny"}, "train": {"steps": 1}})
+    monkeypatch.setattr("jaxmem.training.directory.gather", lambda mine: [{"output": "/there"}, mine])
+    assert locked_places(cfg.replace(checkpoint={"path": str(tmp_path / "other")})) == {"output": "/there"}
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_programs_are_cached_where_all_hosts_see_them(tmp_path, monkeypatch, sees):
+    """Otherwise host 0 finds a program that the others compile, and XLA's autotuner waits for all hosts."""
+    cached = []
+    module = "jaxmem.training.directory"
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(f"{module}.gather", lambda mine: [mine, mine if isinstance(mine, str) else sees])
+    monkeypatch.setattr(f"{module}.any_process", bool)
+    monkeypatch.setattr(f"{module}.SHARED_SECONDS", 0)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    monkeypatch.setattr("jaxmem.training.run.gather", lambda mine: [mine, mine])
+    monkeypatch.setattr("jaxmem.training.run.cache_compiled_programs", cached.append)
+    cfg = {"name": "x", "output": str(tmp_path / "runs"), "model": {"preset": "tiny"}, "train": {"steps": 1}}
+    monkeypatch.setattr("jaxmem.training.run._preflight", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(cfg)
+    assert cached == ([cfg["output"]] if sees else [])
+    assert not list((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.exhaustive

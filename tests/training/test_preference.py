@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jaxmem.config.devices import for_devices
 from jaxmem.data.corpus import Corpus, fingerprint
 from jaxmem.data.loader import Loader
 from jaxmem.errors import UserError
+from jaxmem.inference import reference
 from jaxmem.inference.evaluate import evaluate
 from jaxmem.inference.reference import file_for, read, reference_logprobs, reference_of
 from jaxmem.step.objective import objective_of
@@ -116,6 +118,21 @@ def test_the_margin_grows_from_a_reference_that_is_kept(config, tmp_path):
     file_for(cfg.data).write_bytes(b"x")
     with pytest.raises(UserError, match="not a file of reference log-probabilities"):
         run(config(name="z"), jax.devices()[:1])
+
+
+def test_every_host_has_the_reference(config, monkeypatch):
+    """With data on the disk of each host, process 0 writes only the file of its host."""
+    cfg = config()
+    built, corpus = SimpleNamespace(cfg=cfg), SimpleNamespace(sources=[range(11)])
+    params = {"w": jnp.ones(3)}
+    monkeypatch.setattr(reference, "_compute", lambda *_: np.ones((11, 2), np.float32))
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    computed = reference_logprobs(built, corpus, params, "data", None)
+    np.testing.assert_array_equal(read(file_for(cfg.data)).values, computed.values)
+    assert reference_logprobs(built, corpus, params, "data", None).values is not computed.values
+    monkeypatch.setattr(reference, "gather", lambda mine: [mine, False])  # another host has lost it
+    with pytest.raises(UserError, match="is missing; it was computed from the weights before training"):
+        reference_logprobs(built, corpus, params, "data", computed.weights)
 
 
 def test_other_data_than_that_of_the_reference_is_refused(config, tmp_path):

@@ -22,6 +22,7 @@ from jaxmem.planning.result import plan_program
 from jaxmem.step.programs import Program
 from jaxmem.training.memory_check import DoesNotFitError
 from jaxmem.training.run import run
+from jaxmem.training.telemetry import Profile
 
 MODEL = {"preset": "tiny", "layers": 2, "embed": 32, "mlp": 64, "heads": 4, "kv_heads": 4, "head_dim": 8}
 EVERYWHERE = {"fsdp": 4, "tensor": 2}
@@ -122,6 +123,19 @@ def test_a_finished_run_is_left_alone(config, capsys, monkeypatch):
 def test_a_profile_of_the_steps_asked_for(config):
     result = run(config(train={"steps": 4, "profile": [2, 3]}))
     assert list((result.directory / "profile").rglob("*.xplane.pb"))
+
+
+def test_each_process_has_a_profile(tmp_path, monkeypatch):
+    """JAX names the files by the host, which processes may share."""
+    places = []
+    monkeypatch.setattr(jax.profiler, "start_trace", places.append)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for process in range(2):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        with Profile(tmp_path, (1, 2)) as profile:
+            profile.before(1)
+    assert len(set(places)) == 2
 
 
 @pytest.mark.exhaustive
@@ -354,6 +368,24 @@ def test_a_job_that_is_started_again_resumes_from_its_own_checkpoints(config, mo
 def test_a_non_finite_loss_stops_the_run(config):
     with pytest.raises(UserError, match=r"at step \d+, gradient norm nan; first non-finite: .* layer 1; lower"):
         run(config(optimizer={"learning_rate": 1e30, "clip": None}))
+
+
+def test_processes_with_another_config_are_refused(config, monkeypatch):
+    """Paths may differ between hosts."""
+    there = {"seed": 1, "output": "/scratch"}
+    monkeypatch.setattr("jaxmem.training.run.gather", lambda mine: [mine, {**mine, **there}])
+    with pytest.raises(UserError, match=r"^the config of process 1 is another one: seed 0, 1; start all processes"):
+        run(config())
+
+
+def test_processes_choose_by_the_least_memory_of_all(config, monkeypatch):
+    def refuse(_, target):
+        raise UserError(f"{target.memory} bytes")
+
+    monkeypatch.setattr("jaxmem.planning.budget.resolve_remat", refuse)
+    monkeypatch.setattr("jaxmem.training.run.gather", lambda mine: [mine, 7 if isinstance(mine, int) else mine])
+    with pytest.raises(UserError, match=r"^7 bytes"):
+        run(config())
 
 
 def test_nothing_is_written_when_it_cannot_run(config, tmp_path):
