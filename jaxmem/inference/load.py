@@ -47,8 +47,8 @@ HF_FOLDER = "hf"  # settings and tokenizer, in a run that began from a Hugging F
 
 
 def open_model(directory: str | Path, overrides: Sequence[str] = (), *, computes: bool = True) -> tuple[Program, Tree]:
-    """(program, parameters) of a run, or of a Hugging Face directory. `computes`: false if only the weights are used, so
-    that kernels are not checked."""
+    """(program, parameters) of a run, or of a Hugging Face directory. `computes`: false if only weights are used; then
+    kernels are not checked."""
     if is_run(directory):
         return open_run(directory, overrides, computes=computes)
     built = _program(model_config(directory, overrides), computes)

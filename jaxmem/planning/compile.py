@@ -116,7 +116,7 @@ def check_stages(module: Module, stages: int) -> None:
 
 def total_of(executable: Any) -> int:
     """Bytes of device memory that a compiled program needs. Without a buffer assignment (see `_with_assignment`) they
-    lack its constants."""
+    lack the arrays that the program contains."""
     sizes = executable.memory_analysis()
     if sizes.serialized_buffer_assignment_proto:
         return _sum(sizes_of(sizes.serialized_buffer_assignment_proto, on_host=False))
