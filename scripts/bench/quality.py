@@ -329,6 +329,21 @@ def print_table(compared: Sequence[Row]) -> None:
         print(f"\n{UNPACKED}: not comparable, the loss of the first {LENGTH} tokens of each document")
 
 
+def print_peers(methods: Sequence[str]) -> None:
+    """Runs of other libraries (quality_peers.py) beside those with the same method, learning rate, rows and seed."""
+    print("| method | libraries' loss while training, minus ours: mean | largest | held-out loss, minus ours |")
+    print("| --- | ---: | ---: | ---: |")
+    for run in (run for method in methods for run in runs_of(method) if run.steps == STEPS):
+        record = run.record()
+        file = RECORDS / f"peers/{run.name}.json"
+        if record and file.is_file():
+            peer = json.loads(file.read_text())
+            differences = [theirs[1] - ours[1] for ours, theirs in zip(record["curve"], peer["curve"], strict=True)]
+            mean = sum(differences) / len(differences)
+            held_out = peer["loss"] - record["loss"]
+            print(f"| {run.method} | {mean:+.4f} | {max(differences, key=abs):+.4f} | {held_out:+.4f} |")
+
+
 def draw(compared: Sequence[Row], file: Path) -> None:
     from jaxmem.report.figure import figure
 
@@ -378,6 +393,8 @@ def main() -> None:
         print_search(args.methods)
         print()
         print_table(compared)
+        print()
+        print_peers(args.methods)
         if args.png:
             draw([row for row in compared if row.method != UNPACKED], args.png)
     else:

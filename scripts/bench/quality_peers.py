@@ -48,9 +48,9 @@ def write_rows(model: Path, folder: Path = FOLDER, steps: int = STEPS, seeds: tu
         cfg = jaxmem.load_config(quality.settings(run, model))
         with jaxmem.Loader(cfg) as loader:
             _save(folder / f"rows-{seed}.npz", islice(loader, steps))
-    held_out = {"path": str(quality.WORK / "held-out.jsonl"), "epochs": 1}
+    held_out = {"path": str(quality.WORK / "held-out.jsonl")}
     cfg = jaxmem.load_config(quality.settings(quality.Run("adamw", 1.0, 0, steps), model), _overrides(held_out))
-    with jaxmem.Loader(cfg) as loader:
+    with jaxmem.Loader(cfg, "all") as loader:  # the rows of `jaxmem.evaluate`: others begin at other tokens
         _save(folder / "held-out.npz", loader)
     rate = optim.learning_rate_schedule(cfg.optimizer, steps)
     np.save(folder / "rates.npy", np.array([float(rate(step)) for step in range(steps)]))
