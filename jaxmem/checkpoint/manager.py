@@ -292,7 +292,10 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 return manager
             manager.close()
             if any_process(time.monotonic() > end):
-                raise TemporaryError(f"{self.directory}: the hosts see different checkpoints; check its file system")
+                raise UserError(
+                    f"{self.directory}: the hosts see different checkpoints; set checkpoint.path to a directory that"
+                    " all hosts share"
+                )
             time.sleep(1)
 
     def _move_misnamed(self) -> None:

@@ -50,7 +50,9 @@ CHANGEABLE_KEYS = (
     "data.on_invalid",  # a record that is skipped has no tokens, and keeps its number
     "data.documents_per_row",  # changes only later rows; a position is a record and a token
 )
-PATHS = (  # places of the same files, which may have another path on each host
+PATHS = (  # places of the same files, which may have another path on each host, and what observes a run
+    "train.trackers",
+    "train.profile",
     "output",
     "checkpoint.path",
     "data.path",

@@ -83,9 +83,18 @@ def is_dataset(path: str) -> bool:
     return path.startswith(DATASETS) or (is_id(path) and not Path(path).suffix)
 
 
+@lru_cache
+def fetched_files(path: str, suffixes: Sequence[str]) -> list[Path]:
+    """Fetches the files of a dataset that `dataset_files` names. Returns their paths in the cache."""
+    repository, revision, patterns = _dataset(path, suffixes)
+    directory = Path(_fetch(repository, revision, patterns, f"data.path={path}", "dataset"))
+    every = (file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
+    return [directory / name for name in _matching(path, repository, every, patterns)]
+
+
 @dataclass(frozen=True)
 class DatasetFiles:
-    """The names of the files of a dataset at a commit."""
+    """The names of the files of a dataset at a commit, none of which is fetched yet."""
 
     path: str  # data.path
     repository: str
@@ -123,22 +132,6 @@ def dataset_files(path: str, suffixes: Sequence[str]) -> DatasetFiles:
         info = HfApi().dataset_info(repository, revision=revision)
     every = (file.rfilename for file in info.siblings or ())
     return DatasetFiles(path, repository, str(info.sha), _matching(path, repository, every, patterns))
-
-
-@lru_cache
-def fetched_dataset(path: str, suffixes: Sequence[str]) -> tuple[Path, DatasetFiles]:
-    """Fetches the files of a dataset that `dataset_files` names. Returns their directory in the cache, whose name is
-    the commit, and their names."""
-    repository, revision, patterns = _dataset(path, suffixes)
-    directory = Path(_fetch(repository, revision, patterns, f"data.path={path}", "dataset"))
-    every = (file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
-    return directory, DatasetFiles(path, repository, directory.name, _matching(path, repository, every, patterns))
-
-
-def fetched_files(path: str, suffixes: Sequence[str]) -> list[Path]:
-    """The paths in the cache of the files of a dataset, which are fetched."""
-    directory, files = fetched_dataset(path, suffixes)
-    return [directory / name for name in files.names]
 
 
 def _dataset(path: str, suffixes: Sequence[str]) -> tuple[str, str | None, list[str]]:

@@ -118,7 +118,9 @@ class Data(Source):
         False,
         "read the files one after the other while the run trains; files of the hub are fetched when needed",
     )
-    chat_template: str | None = setting(None, "a Jinja file; null: the template of the tokenizer")
+    chat_template: str | None = setting(
+        None, "a Jinja file or a tokenizer_config.json; null: the template of the tokenizer"
+    )
     on_overlong: Literal["cut", "drop"] = setting("cut", "what to do with a record longer than sequence_length")
     on_invalid: Literal["stop", "skip"] = setting("stop", "what to do with an invalid record")
     reference_logprobs: str | None = setting(
@@ -162,7 +164,7 @@ class Precision(Section):
     fp8_scaling: Scaling = setting(
         "tensor",
         "scales of FP8 matmuls: one per operand (faster), one per row and column (more precise), or one per 32 values"
-        " (mxfp8: compute capability 10.0)",
+        " (mxfp8: compute capability 10.x)",
     )
     fp8_layers: Texts = setting(("*blocks.*",), "patterns of the names of linear layers whose matmuls are in FP8")
     gradients: Literal["auto", "float32", "bfloat16"] = setting(

@@ -126,16 +126,19 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def template_for(tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate:
-    """The template of a file, or the one in the tokenizer's directory."""
+    """The template of a Jinja file or a tokenizer_config.json, or the one in the tokenizer's directory."""
     settings: JsonDict = {"eos_token": END_TEXT}
     place = tokenizer.directory
     if place is not None:
         present = [place / name for name in TOKEN_FILES if (place / name).is_file()]
         settings = {key: value for path in present for key, value in read_json(path).items()}
+    path = Path(file).expanduser() if file is not None else place / CHAT_TEMPLATE if place is not None else None
+    is_settings = path is not None and path.suffix == ".json"
+    if path is not None and is_settings:
+        settings |= {"chat_template": None} | read_json(path)
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in settings.items()}
     tokens = {key: text for key, text in texts.items() if key.endswith("_token") and text and isinstance(text, str)}
-    path = Path(file).expanduser() if file is not None else place / CHAT_TEMPLATE if place is not None else None
-    if path is not None and (file is not None or path.is_file()):
+    if path is not None and not is_settings and (file is not None or path.is_file()):
         return ChatTemplate(_read(path), str(file or path), tokens)
     source = settings.get("chat_template")
     if isinstance(source, list):  # several templates with names
@@ -143,13 +146,10 @@ def template_for(tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate:
             "default"
         )
     if not isinstance(source, str):
-        where = (
-            f"{place} has no {CHAT_TEMPLATE} and no chat_template in tokenizer_config.json"
-            if place
-            else "data.tokenizer=bytes has none"
-        )
+        where = f"{place} has no {CHAT_TEMPLATE} and no chat_template in tokenizer_config.json"
+        where = f"{path} has none" if is_settings else where if place else "data.tokenizer=bytes has none"
         raise UserError(f"data.tokenizer has no chat template ({where}); set data.chat_template to a Jinja file")
-    return ChatTemplate(source, f"{place}/tokenizer_config.json", tokens)
+    return ChatTemplate(source, str(path) if is_settings else f"{place}/tokenizer_config.json", tokens)
 
 
 def _read(file: Path) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxmem.config.hub import dataset_files, fetched_dataset, is_dataset
+from jaxmem.config.hub import dataset_files, is_dataset
 from jaxmem.config.sections import SOURCES, Config, Data, Source
 from jaxmem.data import record_order
 from jaxmem.data.chat_forms import ANSWERS, LISTS
@@ -131,7 +131,7 @@ def fingerprint(cfg: Config) -> str:
 
     For files of up to 256 MiB together it includes names (below their common directory) and contents, so that a copy of
     the data elsewhere is the same data. For larger data: names, sizes, and blocks of 4 KiB at fixed places. For a
-    dataset of the hub: its commit and the names of its files.
+    streamed dataset of the hub: its commit and the names of its files.
     """
     if cfg.user.data is not None:
         return BATCHES_OF_SCRIPT
@@ -146,10 +146,8 @@ def fingerprint(cfg: Config) -> str:
 
             digest.update(template_for(tokenizer, cfg.data.chat_template).identity.encode())
     for source in sources_of(cfg.data):
-        if source.path is not None and is_dataset(source.path):
-            suffixes = source.kind.suffixes
-            is_streamed = cfg.data.streaming  # none of the files is fetched
-            files = dataset_files(source.path, suffixes) if is_streamed else fetched_dataset(source.path, suffixes)[1]
+        if cfg.data.streaming and source.path is not None and is_dataset(source.path):
+            files = dataset_files(source.path, source.kind.suffixes)
             digest.update(repr((files.repository, files.commit, files.names, source.field)).encode())
             continue
         paths = source_files(source)

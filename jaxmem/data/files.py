@@ -43,8 +43,9 @@ def find_files(path: str | None, source: str, suffixes: Sequence[str] = ()) -> l
         raise UserError(f"data.path={path}: no such file or directory{_similar_name(place)}")
     if not files_found:
         raise UserError(f"data.path={path}: {problem}")
-    if suffixes:
-        refuse_splits(path, [str(file) for file in files_found])
+    if suffixes:  # a class of images may be named like a split, and so may an image
+        is_images = source == "images"
+        refuse_splits(path, sorted({f"{file.parent}/" if is_images else str(file) for file in files_found}))
     return sorted(files_found, key=os.fsencode)
 
 

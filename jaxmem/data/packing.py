@@ -130,7 +130,8 @@ class RowStream:
         while index < length and not self.has_ended:
             if self._document is None:
                 self._document = self.records.document(self.next_document)
-            left = len(self._document.tokens) - self.offset
+            # A run that an earlier version began may be in the middle of another, longer document.
+            left = max(0, len(self._document.tokens) - self.offset)
             if self._document.is_indivisible and index and left > length - index:
                 return
             if left and segment == self._most:

@@ -108,7 +108,7 @@ def _scheduler(is_given: bool) -> Scheduler | None:
         clusters.K8sCluster.is_env_present()  # this call also connects to the cluster
         return clusters.K8sCluster
     for size, rank in UNSUPPORTED:
-        if rank in os.environ and (_number(os.environ, size) or 1) > 1:
+        if rank in os.environ and os.environ.get(size, "").isdigit() and int(os.environ[size]) > 1:
             raise UserError(
                 f"{size}={os.environ[size]}, but the addresses of these processes are unknown; set {ALL}, or set"
                 " JAX_NUM_PROCESSES=1 for independent processes"

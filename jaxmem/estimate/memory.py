@@ -253,7 +253,7 @@ class DecoderSizes:
 
     @property
     def keys(self) -> float:
-        return self._of_heads(self.model.kv_heads)
+        return self._of_heads(self.share.kv_heads * self.share.shards("heads"))
 
     def _of_heads(self, heads: int) -> float:
         shards = self.share.shards("heads")
@@ -354,7 +354,9 @@ class DecoderSizes:
             # order that the matmuls of the chunks prefer, unless they are gathered before their use (`tensor`).
             layer = max(layer, saved + 2 * self.residual)
         vocab_shards = self.share.shards("vocab")
-        logits = self.tokens * vocab_shards / mesh.tensor * self.loss_chunk * self.width
+        is_wide = self.has_all_logits and self.model.logit_soft_cap is not None  # the cap is computed in float32
+        width = FLOAT32 if is_wide else self.width
+        logits = self.tokens * vocab_shards / mesh.tensor * self.loss_chunk * width
         head = self.model.embed * self.loss_chunk * self.width  # the part of the output matrix for these logits
         # The logits and the weight of a slice, their gradients, and the gradient of the features in float32.
         if not self.has_all_logits:
@@ -398,9 +400,9 @@ class DecoderSizes:
         if cfg.memory.attention != "cudnn":
             return 0
         is_ring = cfg.mesh.context > 1 and cfg.mesh.context_method != "ulysses"
-        split = self.share.shards("heads") * self.head_groups * (1 if is_ring else cfg.mesh.context)
-        heads = max(1, model.heads // split)
-        kv_heads = max(1, model.kv_heads // split)
+        split = self.head_groups * (1 if is_ring else cfg.mesh.context)
+        heads = max(1, self.share.heads // split)
+        kv_heads = max(1, self.share.kv_heads // split)
         segments = cfg.data.max_segments if cfg.data.packing else 1
         length = cfg.row_length // (cfg.mesh.context if is_ring else 1)
         rows = math.ceil(self.share.rows * cfg.mesh.context)

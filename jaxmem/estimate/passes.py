@@ -136,11 +136,14 @@ def passes_of(cfg: Config, platform: str) -> TracedPasses:
 
 
 def _group_of_layers(model: Any, count: int) -> Any:
-    """A model of the layers that a pipeline stage computes per tick: `count` periods of the repeated pattern."""
-    model = model.replace(layers=count * _kinds(model))
-    if isinstance(model, Decoder) and model.experts is not None:  # dense layers before the pattern are not in a group
-        model = model.replace(experts={"dense_layers": ()})
-    return model
+    """A model of the layers that a pipeline stage computes per tick: `count` periods of the repeated pattern. Dense
+    layers before the pattern are not in a group."""
+    size = count * _kinds(model)
+    if not isinstance(model, Decoder) or model.experts is None:
+        return model.replace(layers=size)
+    first = model.stacks[-1][0].start
+    dense = tuple(number for number in range(size) if not model.has_experts[first + number])
+    return model.replace(layers=size, experts={"every": 1, "dense_layers": dense})
 
 
 def _kinds(model: Any) -> int:

@@ -56,9 +56,12 @@ def copy_tokenizer(name: str, target: Path) -> None:
 
 
 def copy_chat_template(name: str, target: Path) -> None:
-    """Copies the file that `data.chat_template` names."""
+    """Copies the file that `data.chat_template` names: a Jinja file, or the tokenizer_config.json of an adapter."""
     try:
-        shutil.copyfile(Path(name).expanduser(), target / CHAT_TEMPLATE)
+        if name.endswith(".json"):
+            (target / CHAT_TEMPLATE).write_text(read_json(Path(name).expanduser())["chat_template"], encoding="utf-8")
+        else:
+            shutil.copyfile(Path(name).expanduser(), target / CHAT_TEMPLATE)
     except OSError as error:
         raise UserError(f"data.chat_template={name} cannot be read: {error.strerror}; restore the file") from error
 

@@ -76,6 +76,10 @@ def _low_rank_stacks(params: Tree, adapter: Adapter, indices: Sequence[int] | No
 
 def _check_exportable(params: Tree, adapters: LowRankStacks, base: str | None, saved: Collection[str]) -> None:
     """Refuses adapters, and weights of the base model with the names `saved`, that PEFT cannot load."""
+    if not adapters:  # a prompt, which names no layers
+        if saved:
+            raise UserError("PEFT loads only the prompt of such an adapter; train it without optimizer.trainable")
+        return
     settings = {} if base is None else read_json(Path(base).expanduser() / "config.json")
     if text_settings(settings) is not settings:
         raise UserError(

@@ -21,6 +21,7 @@ from jaxmem.checkpoint.paths import checkpoint_directory
 from jaxmem.checkpoint.record import DamagedError
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import LOW_RANK, Config, Decoder, Mesh, Pipeline
+from jaxmem.config.hf_values import read_json
 from jaxmem.config.hub import is_tokenizer_of, local_directory
 from jaxmem.config.load import load_config
 from jaxmem.config.mesh import MESH_AXES
@@ -51,7 +52,10 @@ def open_model(directory: str | Path, overrides: Sequence[str] = (), *, computes
     kernels are not checked."""
     if is_run(directory):
         return open_run(directory, overrides, computes=computes)
-    built = _program(model_config(directory, overrides), computes)
+    cfg = model_config(directory, overrides)
+    if cfg.checkpoint.step is not None:
+        raise UserError(f"checkpoint.step={cfg.checkpoint.step}: {directory} is not a run and has no checkpoints")
+    built = _program(cfg, computes)
     return built, add_adapters(built, read_base(built))
 
 
@@ -75,13 +79,16 @@ def model_config(directory: str | Path, overrides: Sequence[str] = ()) -> Config
         raw = _hf_config(base_of(directory))
         if is_prompt(directory):  # a soft prompt comes before each text, so texts are not packed
             raw["data"]["packing"] = False
-        if (directory / "tokenizer.json").is_file():  # that of the training, e.g. with another chat template
-            raw["data"]["tokenizer"] = str(directory)
+        settings = directory / "tokenizer_config.json"  # the adapter's tokenizer may have tokens that the model lacks
         if (template := directory / hf.CHAT_TEMPLATE).is_file():
             raw["data"]["chat_template"] = str(template)
+        elif settings.is_file() and isinstance(read_json(settings).get("chat_template"), str):
+            raw["data"]["chat_template"] = str(settings)
         cfg = load_config({**raw, "adapter": {"hf": str(directory)}}, overrides)
         some_layers = any(map(LAYER_RANGE.search, cfg.trainable_patterns))
-        if cfg.precision.parameters == "bfloat16" and cfg.base_precision == cfg.precision and not some_layers:
+        is_given = any(word.startswith("precision.parameters=") for word in overrides)
+        is_bfloat16 = cfg.precision.parameters == "bfloat16" and cfg.base_precision == cfg.precision
+        if is_bfloat16 and not is_given and not some_layers:
             # Adapters are usually float32, also those of a base in bfloat16. If base weights of some layers are
             # trained, all layers must be stored in one format.
             cfg = cfg.replace(precision={"parameters": "float32"}, adapter={"base": "bfloat16"})
@@ -173,6 +180,7 @@ def open_run(
 def read_checkpoint(run: str | Path, cfg: Config, read: Callable[[Checkpoints, int], T]) -> T:
     """What `read` returns for the checkpoint `checkpoint.step`, by default the newest, and its step. If the run writes
     at the same time and has deleted this checkpoint, the next newest is read."""
+    reserve_gpu_memory()  # opening checkpoints starts jax
     path = checkpoint_directory(run, cfg.checkpoint.path, cfg.name)
     while True:
         with Checkpoints(path, read_only=True) as checkpoints:

@@ -59,13 +59,14 @@ def reference_logprobs(program: Program, corpus: Corpus, params: Tree, identity:
                 f"{file}: was computed with {problem or 'another number of pairs'}; remove it, or set"
                 " data.reference_logprobs to another file"
             )
-    all_have_it = all(gather(stored is not None))
-    if stored is not None and all_have_it:
+    without = [process for process, has_file in enumerate(gather(stored is not None)) if not has_file]
+    if stored is not None and not without:
         return stored
     if weights is not None:
+        where = f" on the host of process {without[0]}" if jax.process_count() > 1 else ""
         raise UserError(
-            f"{file} is missing; it was computed from the weights before training, which are no longer available; copy "
-            "it from a backup, or start a new run"
+            f"{file} is missing{where}; it was computed from the weights before training, which are no longer"
+            " available; copy it from a backup, or start a new run"
         )
     computed = Reference(_compute(program, corpus, params), data, expected)
     if jax.process_index() == 0 and stored is None:

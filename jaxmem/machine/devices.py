@@ -265,7 +265,8 @@ def reserve_gpu_memory(processes: int = 1) -> None:
         return
     present = nvidia_gpus()
     count = visible_count(len(present))
-    host_gib = int(0.9 * host_memory()["available"] / max(count, 1)) >> 30
+    sharing = max(count, min(processes, len(present)), 1)  # GPUs of the run that share the host
+    host_gib = int(0.9 * host_memory()["available"] / sharing) >> 30
     os.environ.setdefault(HOST_LIMIT, str(max(64, host_gib)))
     if present and count and not has_fraction:
         least = min(gpu["memory"] for gpu in present)

@@ -9,7 +9,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxmem.quant import QTensor
+from jaxmem.quant import FORMATS, QTensor
+from jaxmem.quant.packing import values_per_group
 from jaxmem.quant.qtensor import with_sliced_sizes
 from jaxmem.sharding.arrays import constrain, row_major_if_gathered
 from jaxmem.sharding.layout import current, shard_axes, shard_count
@@ -168,8 +169,10 @@ def _division(matrices: Tree, axes: Axes, dim: int) -> Division | None:
     is_stack = is_stacked(axes)
     leaves = jax.tree.leaves(matrices, is_leaf=is_encoded)
     shape = leaves[0].shape[int(is_stack) :]
-    blocks_of_rows = [x.block_size for x in leaves if isinstance(x, QTensor) and x.axis == dim - len(shape)]
-    units = shape[dim] // blocks_of_rows[0] if blocks_of_rows else shape[dim]
+    by_rows = [x for x in leaves if isinstance(x, QTensor) and x.axis == dim - len(shape)]
+    if any(shape[dim] % values_per_group(FORMATS[x.format].bits) for x in by_rows):
+        return None  # the last bytes have unused bits: equal parts of the bytes are not equal parts of the rows
+    units = shape[dim] // by_rows[0].block_size if by_rows else shape[dim]
     # Two blocks of an odd number of 4-bit codes are a unit, which begins and ends between two bytes.
     units = math.gcd(units, *(x.shape[dim + is_stack] for x in jax.tree.leaves(matrices)))
     devices = _devices(axes[int(is_stack) :])

@@ -12,7 +12,7 @@ from jaxmem.kernels.scopes import purpose
 from jaxmem.optim.apply import axes_or_unnamed, rounded_by_hash
 from jaxmem.optim.in_place import update_rows
 from jaxmem.quant import values_of
-from jaxmem.sharding.table import Axes, is_axes
+from jaxmem.sharding.table import Axes
 from jaxmem.sharding.weights import is_encoded, is_matrix
 from jaxmem.typing import AxesTree, Tree
 
@@ -59,7 +59,7 @@ def scale_by_learning_rate(learning_rate: Rate, weight_decay: float | jax.Array,
     def update(updates: Tree, state: Tree, params: Tree = None, **_: Any) -> tuple[Tree, Tree]:
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
 
-        def scale(names: Axes, u: jax.Array, w: Any) -> jax.Array:
+        def scale(u: jax.Array, names: Axes, w: Any) -> jax.Array:
             if not has_decay or not is_matrix(names):
                 return scaled(u)
             if is_encoded(w):
@@ -72,7 +72,7 @@ def scale_by_learning_rate(learning_rate: Rate, weight_decay: float | jax.Array,
             return rounded_by_hash(jnp.asarray(-rate, wide) * decayed, u.dtype, state.count)
 
         weights = params if has_decay else updates
-        updates = jax.tree.map(scale, axes_or_unnamed(axes, updates), updates, weights, is_leaf=is_axes)
+        updates = jax.tree.map(scale, updates, axes_or_unnamed(axes, updates), weights)
         return updates, optax.ScaleByScheduleState(optax.safe_increment(state.count))
 
     return Transformation(init, update)

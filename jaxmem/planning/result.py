@@ -334,11 +334,11 @@ def plan(
     return Plan(built, aim, step, seconds, reserve_gib, unlimited, replicated, others, remat_why=why)
 
 
-def plan_program(built: Program, remat_why: str | None = None) -> Plan:
+def plan_program(built: Program, remat_why: str | None = None, target: Target | None = None) -> Plan:
     """Plan a program for its local devices. The step is compiled once, also for the run; other phases are compiled when
-    their bytes are read. `remat_why`: the reason that `resolve_remat` returned."""
+    their bytes are read. `remat_why`: the reason that `resolve_remat` returned; `target`: of all processes."""
     start = time.perf_counter()
     step = compile_program(built.lower_step(), here=True)
     check_stages(step.module, built.cfg.mesh.stage)
-    target = local_target(list(built.layout.mesh.devices.flat))
+    target = target or local_target(list(built.layout.mesh.devices.flat))
     return Plan(built, target, step, time.perf_counter() - start, remat_why=remat_why)

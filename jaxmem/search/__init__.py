@@ -5,5 +5,4 @@ gives their exact bytes and takes a few seconds of CPU time each; results are ca
 
     fit         fit(cfg or model, target): the front of step time and memory, or the methods of training compared
     largest     maximize(cfg, key, target): the largest model, sequence or batch that fits
-    nearest     the nearest configs that fit, for a run that does not fit
 """

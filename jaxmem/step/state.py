@@ -134,7 +134,8 @@ class StateSpec:
         if self._is_elementwise and not optim.updates_stacks_as_layers(tx, self._dense_shapes, axes):
             raise UserError(
                 "the argument optimizer updates a stack of blocks in another way than each of them: a mask or labels by"
-                " x.ndim see the stack as one array with one more dimension; choose weights by name"
+                " x.ndim see the stack as one array with one more dimension; choose weights by name, or give an"
+                " optimizer of jaxmem.optim its axes"
             )
 
     def _check_parts(self) -> None:

@@ -146,7 +146,7 @@ def last_line(cfg: Config, step: int, directory: Path, *, data_ended: bool = Fal
     epochs = f" (data.epochs={cfg.data.epochs})" if cfg.data.epochs else ""
     done = f"the data ended after step {step} of {cfg.steps}{epochs}" if data_ended else f"{step} steps"
     done = f"done: {done}, saved in {directory}"
-    if best is not None:
+    if best not in (None, step):
         done += f"; lowest held-out loss: step {best} (checkpoint.step=best)"
     if _needs_script(cfg):
         return done

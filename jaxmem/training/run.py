@@ -140,7 +140,8 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
     cfg = resuming_own_checkpoints(cfg, checkpoint_path)
     refuse_gpu_kernels(cfg, devices[0].platform)
     cfg = with_passing_kernels(cfg, devices)
-    resolved, remat_why = resolve_remat(cfg, local_target(devices, gather))
+    target = local_target(devices, gather)
+    resolved, remat_why = resolve_remat(cfg, target)
     built = program(resolved, devices)
     elastic = lines.elastic_line(cfg, built.cfg)
     cfg = built.cfg
@@ -156,7 +157,7 @@ def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
         document_tokens = loader.corpus.check()
         first = jax.process_index() == 0
         with spinner(f"{lines.model_line(built)}\ncompiling ...", enabled=first):
-            plan = plan_program(built, remat_why)
+            plan = plan_program(built, remat_why, target)
         check_fits(plan)
 
         keep_directory = stack.enter_context(run_directory(directory, checkpoint_path, resume=cfg.checkpoint.resume))
@@ -273,17 +274,17 @@ def _refuse_other_configs(cfg: Config) -> None:
     """Refuses processes with other settings than process 0: they would train other models together."""
     first, *others = gather(cfg.model_dump(mode="json"))
     for process, other in enumerate(others, 1):
-        if differences := changed(first, other, ("*",), PATHS, "{} {}, {}"):
+        if differences := changed(first, other, ("*",), PATHS, "{0} is {2}, not {1}"):
             raise UserError(
-                f"the config of process {process} is another one: {abridge(differences)}; start all processes with the"
-                " same command"
+                f"the config of process {process} differs from that of process 0: {abridge(differences)}; start all"
+                " processes with the same command"
             )
 
 
 def _cache_compiled_programs(output: str) -> None:
     """Caches compiled programs in `output` if all processes see it. If some found a program that others compile, these
     would wait in XLA's autotuner, which is shared by all."""
-    if is_shared(Path(output)):
+    if jax.default_backend() != "cpu" and is_shared(Path(output)):  # programs for CPUs are not cached
         cache_compiled_programs(output)
 
 

@@ -16,7 +16,7 @@ from jaxmem.checkpoint.manager import ROTATED_DIRECTORY, Checkpoints
 from jaxmem.checkpoint.paths import move_aside
 from jaxmem.checkpoint.record import DamagedError
 from jaxmem.config import Config
-from jaxmem.errors import TemporaryError, UserError
+from jaxmem.errors import UserError
 from jaxmem.inference.load import read_checkpoint
 from tests.checkpoint.conftest import State, abstract, bits, filled, mesh
 
@@ -163,7 +163,7 @@ def test_processes_wait_until_they_see_the_same_checkpoints(tmp_path: Path, monk
         assert [checkpoints.is_due(3, {"loss": loss}) for loss in (4.0, 6.0)] == [True, False]  # than that of process 0
     monkeypatch.setattr(manager, "gather", lambda mine: [mine, []])
     monkeypatch.setattr(manager, "LISTING_SECONDS", 0)
-    with pytest.raises(TemporaryError, match="the hosts see different checkpoints; check its file system"):
+    with pytest.raises(UserError, match=r"the hosts see different checkpoints; set checkpoint\.path to"):
         Checkpoints(tmp_path)
 
 

@@ -186,19 +186,19 @@ def test_the_fingerprint_of_large_files_reads_blocks_of_them(
     assert fingerprint(cfg) != before
 
 
-def test_the_fingerprint_of_a_dataset_of_the_hub_is_its_commit(
+def test_the_fingerprint_of_a_dataset_of_the_hub_is_that_of_its_files(
     config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hosts fetch it at different times, and its files are not read again."""
+    """A new commit may change other files only."""
     cfg = config(source="jsonl", path="hf://datasets/org/name/data/*.jsonl")
 
-    def fingerprint_of(commit: str, host: str) -> str:
-        directory = tmp_path / host / commit
+    def fingerprint_of(commit: str, text: str) -> str:
+        directory = tmp_path / text / commit
         (directory / "data").mkdir(parents=True)
-        (directory / "data/0.jsonl").write_text('{"text": "x"}')
-        hub.fetched_dataset.cache_clear()
+        (directory / "data/0.jsonl").write_text(f'{{"text": "{text}"}}')
+        hub.fetched_files.cache_clear()
         monkeypatch.setattr(hub, "_fetch", lambda *_: str(directory))
         return fingerprint(cfg)
 
-    assert fingerprint_of("5f0c", "a") == fingerprint_of("5f0c", "b") != fingerprint_of("77aa", "a")
-    hub.fetched_dataset.cache_clear()
+    assert fingerprint_of("5f0c", "a") == fingerprint_of("77aa", "a") != fingerprint_of("5f0c", "b")
+    hub.fetched_files.cache_clear()

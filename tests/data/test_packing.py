@@ -93,6 +93,13 @@ def test_a_document_continued_in_the_next_row_is_predicted_across_the_edge() -> 
     assert second["segment_ids"].ravel().tolist() == [1, 1, 2, 2]
 
 
+def test_a_position_after_the_end_of_its_document_goes_on_with_the_next() -> None:
+    """Of a run that an earlier version began, in which the row read another document."""
+    rows = text_rows([[10, 11, 256], [20, 256]], 1, 4, packing=True)
+    rows.position = {"rows": [(0, 0, 100)]}
+    assert rows.batch()["inputs"].ravel().tolist() == [20, 256, 0, 0]
+
+
 @given(records, st.integers(2, 9), st.integers(1, 3))
 def test_a_row_has_a_limited_number_of_documents(data: Records, time: int, most: int) -> None:
     """The rest of a row is padding, and no token is lost."""

@@ -200,6 +200,7 @@ def test_an_update_during_the_backward_pass_needs_fewer_bytes_with_pipeline_stag
     ("pattern", "layers", "alone"),
     [
         ({"every": 2, "dense_mlp": 48}, 8, {"every": 2, "dense_mlp": 48}),
+        exhaustive({"dense_layers": [0, 2, 4, 6], "dense_mlp": 48}, 8, {"dense_layers": [0, 2], "dense_mlp": 48}),
         exhaustive({"dense_layers": [0], "dense_mlp": 512}, 9, {}),
     ],
 )

@@ -198,3 +198,12 @@ def test_a_function_of_optax_maps_the_state_of_the_parameters(name):
     ones = optax.tree.map_params(tx, jnp.ones_like, state)
     assert jax.tree.structure(ones) == jax.tree.structure(state)
     assert all(jnp.all(x == 1) for x in jax.tree.leaves(ones) if x.ndim)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_layers_without_parameters_may_be_empty_tuples(weight_decay):
+    """As in jax.example_libraries.stax."""
+    params = [(jnp.ones((4, 3)), jnp.ones(3)), (), (jnp.ones((3, 2)),)]
+    tx = optim.adamw(0.1, weight_decay=weight_decay)
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)

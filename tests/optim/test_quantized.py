@@ -79,6 +79,17 @@ def test_blocks_of_an_odd_number_of_codes_are_updated_in_parts(monkeypatch):
     np.testing.assert_array_equal(in_parts.dequantize(jnp.float32), complete.dequantize(jnp.float32))
 
 
+def test_codes_whose_last_bytes_have_unused_bits_are_updated_together(monkeypatch):
+    """14 codes of 3 bits are in 6 bytes, of which the last is incomplete: half of the bytes has 8 codes."""
+    monkeypatch.setattr(in_place, "PART_SIZE", 64)
+    w = quantize(normal(14, 64), "int3", 7, -2)
+    again = in_place.update_rows(lambda w, *_: w, w, normal(14, 64), ("embed", "mlp"))
+    sizes = []
+    in_place.update_rows(lambda w, u, *_: sizes.append(u.size) or w, w, normal(14, 64), ("embed", "mlp"))
+    assert sizes == [14 * 64]
+    np.testing.assert_array_equal(again.dequantize(jnp.float32), w.dequantize(jnp.float32))
+
+
 @pytest.mark.parametrize(
     ("shape", "axes", "expected"),
     [

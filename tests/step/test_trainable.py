@@ -117,10 +117,6 @@ def test_the_backward_pass_stops_where_nothing_learns():
         ),
         ({"adapter": {"kind": "prompt"}}, "adapter.kind=prompt does not support data.packing=true"),
         (
-            {"adapter": {"kind": "prompt"}, "optimizer": {"trainable": ["norm.*"]}},
-            r"kind=prompt does not support optimizer.trainable; use adapter.kind=lora, or optimizer.trainable=\[\]",
-        ),
-        (
             {"adapter": {"kind": "prompt"}, "mesh": {"context": 2}},
             "kind=prompt does not support mesh.context=2",
         ),

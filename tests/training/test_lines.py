@@ -41,7 +41,7 @@ def test_the_commands_after_a_run_work(kind: str) -> None:
 def test_an_adapter_is_exported_as_it_is_stored(
     target: str, dtype: str | None, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jaxmem.inference.export.model_config", lambda _: config(adapter={"kind": "lora"}))
+    monkeypatch.setattr("jaxmem.inference.export.model_config", lambda *_: config(adapter={"kind": "lora"}))
     with pytest.raises(UserError, match=said):
         export_model("runs/a", target, dtype, adapter=True)
 

@@ -374,7 +374,9 @@ def test_processes_with_another_config_are_refused(config, monkeypatch):
     """Paths may differ between hosts."""
     there = {"seed": 1, "output": "/scratch"}
     monkeypatch.setattr("jaxmem.training.run.gather", lambda mine: [mine, {**mine, **there}])
-    with pytest.raises(UserError, match=r"^the config of process 1 is another one: seed 0, 1; start all processes"):
+    with pytest.raises(
+        UserError, match=r"^the config of process 1 differs from that of process 0: seed is 1, not 0; start all"
+    ):
         run(config())
 
 
