@@ -65,6 +65,7 @@ def test_programs_are_cached_where_all_hosts_see_them(tmp_path, monkeypatch, see
     cached = []
     module = "jaxmem.training.directory"
     monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(f"{module}.gather", lambda mine: [mine, mine if isinstance(mine, str) else sees])
     monkeypatch.setattr(f"{module}.any_process", bool)
     monkeypatch.setattr(f"{module}.SHARED_SECONDS", 0)
