@@ -61,15 +61,19 @@ def test_different_process_counts(port: int) -> None:
 
 @pytest.mark.parametrize("message", [b"GET / HTTP/1.1\r\n\r\n", b'[7, 2, "x"]\n', b'["a", 2, "x"]\n'])
 def test_a_foreign_client_is_ignored(port: int, message: bytes) -> None:
+    has_ended = threading.Event()
+
     def foreign_client() -> None:
-        found = False
-        while not found:
+        while not has_ended.wait(0.01):
             with suppress(OSError), socket.create_connection(("localhost", port), timeout=5) as connection:
                 connection.sendall(message)
-                found = True
+                return
 
-    threading.Thread(target=foreign_client, daemon=True).start()
+    client = threading.Thread(target=foreign_client)
+    client.start()
     assert answers(port, 2, [0, 1], 20) == [["host0", "host1"]] * 2
+    has_ended.set()
+    client.join()
 
 
 def test_a_port_in_use_is_reported(port: int) -> None:
