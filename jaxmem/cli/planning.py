@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxmem.cli import options
-from jaxmem.cli.start import only_json, show, take_devices
+from jaxmem.cli.start import fit_command, only_json, show, take_devices
 from jaxmem.errors import UserError
 from jaxmem.machine import devices
 from jaxmem.machine.terminal import say, say_text
@@ -78,15 +78,10 @@ def plan(
             " to avoid it, set JAX_PLATFORMS=cpu"
         )
     if not planned.fits:
-        from jaxmem.planning.units import format_command
-        from jaxmem.search.comparison import command_line
-
         given = {"overrides": overrides or [], "reserve": reserve, "sequence_length": sequence_length, "batch": batch}
-        name = ["--method", method] if method else []
-        where = target or (f"cpu:{simulate}" if simulate else None)
-        words = [*command_line(source or "", given), *name, *(["--target", where] if where else [])]
+        command = fit_command(source or "", given, method=method, target=target, simulate=simulate)
         _progress(f"{cfg.name} does not fit; to search for settings that fit:")
-        say(format_command(["jaxmem", "fit", *words]), file=sys.stderr)
+        say(f"  {command}", file=sys.stderr)
         raise typer.Exit(3)
 
 

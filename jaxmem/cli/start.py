@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from jaxmem.errors import UserError
 from jaxmem.machine import devices
 from jaxmem.machine.terminal import say
-from jaxmem.typing import JsonDict
+from jaxmem.typing import JsonDict, JsonView
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,6 +24,17 @@ if TYPE_CHECKING:
     from jaxmem.config import Config
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line breaks
+
+
+def fit_command(
+    source: str, settings: JsonView, *, method: str | None = None, target: str | None = None, simulate: int | None = None
+) -> str:
+    """The command that searches for settings with which a run fits. `settings`: as in `comparison.command_line`."""
+    from jaxmem.search.comparison import command_line
+
+    options = {"--method": method, "--target": target or (f"cpu:{simulate}" if simulate else None)}
+    words = [word for name, value in options.items() if value for word in (name, value)]
+    return shlex.join(["jaxmem", "fit", *command_line(source, settings), *words])
 
 
 def load(config: Path, overrides: list[str] | None, simulate: int | None, *, only_compile: bool = False) -> Config:

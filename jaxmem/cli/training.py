@@ -1,13 +1,12 @@
 """`jaxmem train`, `jaxmem launch` for several processes on one host, and `jaxmem tokenize`."""
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from jaxmem.cli.options import ConfigFile, Overrides, Simulate
-from jaxmem.cli.start import is_first_process, joined, load
+from jaxmem.cli.start import fit_command, is_first_process, joined, load
 from jaxmem.machine.terminal import say
 from jaxmem.training.signals import requeued_before_training
 
@@ -23,20 +22,14 @@ def train(config: ConfigFile, overrides: Overrides = None, simulate: Simulate = 
             try:
                 done = run(cfg)
             except DoesNotFitError as error:
-                command = _fit_command(config, overrides, simulate)
+                file = config / "config.yaml" if config.is_dir() else config
+                command = fit_command(str(file), {"overrides": overrides or []}, simulate=simulate)
                 raise DoesNotFitError(str(error).replace("jaxmem fit CONFIG", command)) from error
             if is_first_process() and done.compiled:
                 from jaxmem.report import report_run
 
                 report_run(done.directory)
     raise typer.Exit(done.exit_code)
-
-
-def _fit_command(config: Path, overrides: list[str] | None, simulate: int | None) -> str:
-    """The command that searches for settings of a run that fit."""
-    file = config / "config.yaml" if config.is_dir() else config
-    target = ["--target", f"cpu:{simulate}"] if simulate else []
-    return shlex.join(["jaxmem", "fit", str(file), *(overrides or ()), *target])
 
 
 def launch(

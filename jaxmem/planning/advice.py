@@ -124,7 +124,8 @@ def _unsharded(plan: Plan) -> Iterator[PlanWarning]:
     cfg = plan.program.cfg
     length = share.row_length // cfg.mesh.context
     counts = (1, cfg.batch.accumulate if cfg.memory.update == "during" else 1)  # micro-batches that are in one array
-    of_activations = {(share.complete_rows * count, length) for count in counts}
+    lengths = (length, length // cfg.mesh.tensor)  # norms may divide the sequence over `tensor`
+    of_activations = {(share.complete_rows * count, n) for count in counts for n in lengths}
     for buffer in plan.breakdown.buffers:
         if buffer.size < max(MIN_UNSHARDED, NOTABLE_SHARE * plan.bytes_per_device["total"]):
             continue
@@ -295,7 +296,7 @@ def _first_layers(plan: Plan) -> Iterator[PlanWarning]:
     names = [] if built.model.execution.pipeline is None else stacks_of(built.model)[:-1]
     state = tree_leaves_with_path(built.spec.state)
     size = bytes_on_device([x for path, x in state if any(f"'{name}'" in keystr(path) for name in names)])
-    if size > NOTABLE_SHARE * plan.bytes_per_device["total"]:
+    if size > 5 * NOTABLE_SHARE * plan.bytes_per_device["total"]:
         text = f"{', '.join(names)}, layers without experts before the others, are computed by every pipeline stage"
         text += f": {format_bytes(size)} of weights and optimizer state per device"
         yield PlanWarning("first layers", text, "a smaller mesh.stage")
