@@ -76,10 +76,6 @@ def _low_rank_stacks(params: Tree, adapter: Adapter, indices: Sequence[int] | No
 
 def _check_exportable(params: Tree, adapters: LowRankStacks, base: str | None, saved: Collection[str]) -> None:
     """Refuses adapters, and weights of the base model with the names `saved`, that PEFT cannot load."""
-    if not adapters:  # a prompt, which names no layers
-        if saved:
-            raise UserError("PEFT loads only the prompt of such an adapter; train it without optimizer.trainable")
-        return
     settings = {} if base is None else read_json(Path(base).expanduser() / "config.json")
     if text_settings(settings) is not settings:
         raise UserError(
@@ -216,7 +212,10 @@ def save_adapter(
         The ranks of the adapters.
     """
     stacks = _low_rank_stacks(params, adapter, indices)
-    _check_exportable(params, stacks, base, saved)
+    if adapter.kind != "prompt":  # a prompt names no layers
+        _check_exportable(params, stacks, base, saved)
+    elif saved:
+        raise UserError("PEFT loads only the prompt of such an adapter; train it without optimizer.trainable")
     weights = list(_adapter_weights(params, stacks, indices))
     dtype = str(jax.tree.leaves(weights[0].array)[0].dtype)
     others = list(_base_weights(params, saved, stacks, indices))

@@ -52,7 +52,7 @@ def fetch(param: nnx.Param, dtype: DTypeLike) -> jax.Array:
 
 def add_bias(y: Float[Array, "*batch outputs"], bias: Float[Array, "outputs"]) -> Float[Array, "*batch outputs"]:
     """y + bias, for a bias in float32, so that its gradient is summed over tokens in float32."""
-    return (y.astype(jnp.promote_types(y.dtype, jnp.float32)) + bias).astype(y.dtype)
+    return (y.astype(jnp.float32) + bias).astype(y.dtype)
 
 
 def axes_of(param: nnx.Param, ndim: int) -> Axes:
