@@ -27,7 +27,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line 
 
 
 def fit_command(
-    source: str, settings: JsonView, *, method: str | None = None, target: str | None = None, simulate: int | None = None
+    source: str, settings: JsonView, method: str | None = None, target: str | None = None, simulate: int | None = None
 ) -> str:
     """The command that searches for settings with which a run fits. `settings`: as in `comparison.command_line`."""
     from jaxmem.search.comparison import command_line

@@ -247,8 +247,8 @@ FAULTS = {
     "best": Fault(
         "the worst checkpoint is kept as the best",
         "jaxmem/checkpoint/manager.py",
-        "kept.add(min(finite)[1])",
-        "kept.add(max(finite)[1])",
+        "min(self._finite(steps), default=(math.inf, None))[1]",
+        "max(self._finite(steps), default=(math.inf, None))[1]",
         "tests/checkpoint tests/training/test_run.py",
     ),
     # ------------------------------------------------------------------ data
