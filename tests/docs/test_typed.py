@@ -31,7 +31,7 @@ from jaxmem.machine.devices import simulation_environment
 from jaxmem.planning import budget, result
 from jaxmem.planning.compile import CompiledProgram, compile_program
 from jaxmem.planning.estimated import estimated
-from jaxmem.search import candidates, comparison, fit, nearest
+from jaxmem.search import candidates, comparison, fit
 from jaxmem.search.compilers import CompilerPool
 from jaxmem.search.knobs import allowed
 from jaxmem.search.worker import StepCost
@@ -245,7 +245,6 @@ def searches_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "DEFAULT_COMPILES", 2)
     monkeypatch.setattr(comparison, "MEMORY_KNOBS", allowed(["update"]))
     monkeypatch.setattr(comparison, "METHODS", {name: METHODS[name] for name in ("full", "lora", "qlora")})
-    monkeypatch.setattr(nearest, "KNOBS", allowed(["batch"]))
     monkeypatch.setattr(result, "plan", PLAN)
     monkeypatch.setattr(CompilerPool, "_answer", estimate)
 
