@@ -50,7 +50,7 @@ CHANGEABLE_KEYS = (
     "data.on_invalid",  # a record that is skipped has no tokens, and keeps its number
     "data.documents_per_row",  # changes only later rows; a position is a record and a token
 )
-PATHS = (  # places of the same files, which may have another path on each host, and what observes a run
+PROCESS_KEYS = (  # each process may have other values: paths of the same files on its host, and what observes it
     "train.trackers",
     "train.profile",
     "output",

@@ -125,8 +125,18 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
+def template_in(settings: JsonView) -> str | None:
+    """The template in a tokenizer_config.json, which may have several with names."""
+    source = settings.get("chat_template")
+    if isinstance(source, list):
+        source = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}.get(
+            "default"
+        )
+    return source if isinstance(source, str) else None
+
+
 def template_for(tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate:
-    """The template of a Jinja file or a tokenizer_config.json, or the one in the tokenizer's directory."""
+    """The template of a Jinja file or a tokenizer_config.json; without a file, that in the tokenizer's directory."""
     settings: JsonDict = {"eos_token": END_TEXT}
     place = tokenizer.directory
     if place is not None:
@@ -140,12 +150,8 @@ def template_for(tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate:
     tokens = {key: text for key, text in texts.items() if key.endswith("_token") and text and isinstance(text, str)}
     if path is not None and not is_settings and (file is not None or path.is_file()):
         return ChatTemplate(_read(path), str(file or path), tokens)
-    source = settings.get("chat_template")
-    if isinstance(source, list):  # several templates with names
-        source = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}.get(
-            "default"
-        )
-    if not isinstance(source, str):
+    source = template_in(settings)
+    if source is None:
         where = f"{place} has no {CHAT_TEMPLATE} and no chat_template in tokenizer_config.json"
         where = f"{path} has none" if is_settings else where if place else "data.tokenizer=bytes has none"
         raise UserError(f"data.tokenizer has no chat template ({where}); set data.chat_template to a Jinja file")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hub import local_directory
-from jaxmem.data.chat_template import CHAT_TEMPLATE
+from jaxmem.data.chat_template import CHAT_TEMPLATE, template_in
 from jaxmem.errors import UserError
 from jaxmem.typing import JsonDict
 
@@ -59,7 +59,8 @@ def copy_chat_template(name: str, target: Path) -> None:
     """Copies the file that `data.chat_template` names: a Jinja file, or the tokenizer_config.json of an adapter."""
     try:
         if name.endswith(".json"):
-            (target / CHAT_TEMPLATE).write_text(read_json(Path(name).expanduser())["chat_template"], encoding="utf-8")
+            template = template_in(read_json(Path(name).expanduser()))
+            (target / CHAT_TEMPLATE).write_text(template or "", encoding="utf-8")
         else:
             shutil.copyfile(Path(name).expanduser(), target / CHAT_TEMPLATE)
     except OSError as error:

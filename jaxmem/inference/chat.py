@@ -133,7 +133,8 @@ class TextGenerator:
         last = [int(token) for token in prompt[-1:]]
         before = self._tokenizer.decode(last)
         if before.endswith("\ufffd"):  # a part of a character, whose text depends on the next token
-            last, before = [], ""
+            last = []
+            before = ""
 
         def decode(answer: list[int]) -> str:
             return self._tokenizer.decode([*last, *answer])[len(before) :]

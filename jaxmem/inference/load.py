@@ -28,6 +28,7 @@ from jaxmem.config.mesh import MESH_AXES
 from jaxmem.config.names import LAYER_RANGE
 from jaxmem.config.peft import base_of, is_adapter, is_prompt
 from jaxmem.config.user import UserObjects
+from jaxmem.data.chat_template import template_in
 from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.distributed.agree import any_process
 from jaxmem.errors import UserError, one_of
@@ -82,7 +83,7 @@ def model_config(directory: str | Path, overrides: Sequence[str] = ()) -> Config
         settings = directory / "tokenizer_config.json"  # the adapter's tokenizer may have tokens that the model lacks
         if (template := directory / hf.CHAT_TEMPLATE).is_file():
             raw["data"]["chat_template"] = str(template)
-        elif settings.is_file() and isinstance(read_json(settings).get("chat_template"), str):
+        elif settings.is_file() and template_in(read_json(settings)) is not None:
             raw["data"]["chat_template"] = str(settings)
         cfg = load_config({**raw, "adapter": {"hf": str(directory)}}, overrides)
         some_layers = any(map(LAYER_RANGE.search, cfg.trainable_patterns))

@@ -22,7 +22,7 @@ from etils import epath
 from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.checkpoint.metrics import read_rows
 from jaxmem.checkpoint.paths import checkpoint_directory, refuse_links
-from jaxmem.checkpoint.same_run import PATHS, changed
+from jaxmem.checkpoint.same_run import PROCESS_KEYS, changed
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Checkpoint, Cluster, Config
 from jaxmem.config.methods import config_with
@@ -274,7 +274,7 @@ def _refuse_other_configs(cfg: Config) -> None:
     """Refuses processes with other settings than process 0: they would train other models together."""
     first, *others = gather(cfg.model_dump(mode="json"))
     for process, other in enumerate(others, 1):
-        if differences := changed(first, other, ("*",), PATHS, "{0} is {2}, not {1}"):
+        if differences := changed(first, other, ("*",), PROCESS_KEYS, "{0} is {2}, not {1}"):
             raise UserError(
                 f"the config of process {process} differs from that of process 0: {abridge(differences)}; start all"
                 " processes with the same command"
