@@ -3,9 +3,8 @@
 Row r of R reads the records r, r + R, r + 2R, ... of the global order. So the batch of a step is the same for any
 number of processes, and each process reads only its own rows. Packed rows of a mixture change places in each round of R
 records: the sources alternate with a period, so a row whose places are R apart could read a single source, and rows of
-short documents read more documents. The position in the data is two numbers per row: the
-record, and how many of its tokens are used. (grain's packing fills rows from one stream, in an order that depends on
-the number of processes.)
+short documents read more documents. The position in the data is two numbers per row: the record, and how many of its
+tokens are used. (grain's packing fills rows from one stream, in an order that depends on the number of processes.)
 
 With packing, a row has as many documents as fit, up to `data.documents_per_row`, and the last document is continued in
 the next row. If a row reaches this limit, its rest is padding; a run warns about this at its start. The target of a

@@ -72,10 +72,11 @@ class TextFiles(TokenizedText):
         low = max(0, start - 3)
         high = min(size, end + 1)
         data = self._files.read(self.paths[file], low, high)
-        text = data[character_start(data, start - low) : character_start(data, end - low)]
+        content = data[character_start(data, start - low) : character_start(data, end - low)]
+        text: bytes | str = content
         if not isinstance(self.tokenizer, Bytes):
             try:
-                text.decode()
+                text = content.decode()
             except UnicodeDecodeError as error:
                 raise InvalidRecordError(f"not UTF-8: {error}; only data.tokenizer=bytes reads it") from error
         return DocumentPiece(text, part == 0, part == count - 1)
