@@ -24,6 +24,7 @@ import math
 import os
 import platform
 import shutil
+import statistics
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
@@ -68,8 +69,9 @@ ADAPTER = (1e-4, 3e-4, 1e-3)
 PROJECTED = (1e-4, 3e-4, 1e-3)
 _BFLOAT16 = "precision.parameters=bfloat16 precision.rounding=stochastic"
 _LORA = "adapter.kind=lora adapter.alpha=16"
+BASE = "adamw"
 MAIN = {
-    "adamw": Method("", FULL),
+    BASE: Method("", FULL),
     "adamw-bfloat16": Method(_BFLOAT16, FULL),
     "adamw8bit": Method(f"{_BFLOAT16} optimizer.name=adamw8bit", FULL),
     "int8-apollo-mini": Method(
@@ -290,22 +292,28 @@ def environment() -> JsonDict:
 
 
 class Row(NamedTuple):
-    """A method with runs of full length: the mean held-out loss of its seeds, and its state in bytes per parameter."""
+    """A method with runs of full length."""
 
     method: str
     learning_rate: float
-    seeds: int
-    loss: float
-    size: float
+    losses: dict[int, float]  # held-out, by seed
+    above: dict[int, float]  # AdamW's loss with the same seed is subtracted
+    size: float  # state, in bytes per parameter
 
 
 def rows(methods: Sequence[str]) -> Iterator[Row]:
+    base = {record["seed"]: record["loss"] for record in _complete(BASE)}
     for method in methods:
-        records = [record for run in runs_of(method) if run.steps == STEPS and (record := run.record())]
+        records = _complete(method)
         if records:
-            loss = sum(record["loss"] for record in records) / len(records)
+            losses = {record["seed"]: record["loss"] for record in records}
+            above = {seed: loss - base[seed] for seed, loss in losses.items() if seed in base}
             size = sum(records[0]["state_bytes_per_parameter"].values())
-            yield Row(method, records[0]["learning_rate"], len(records), loss, size)
+            yield Row(method, records[0]["learning_rate"], losses, above, size)
+
+
+def _complete(method: str) -> list[JsonDict]:
+    return [record for run in runs_of(method) if run.steps == STEPS and (record := run.record())]
 
 
 def print_search(methods: Sequence[str]) -> None:
@@ -313,7 +321,7 @@ def print_search(methods: Sequence[str]) -> None:
     print("| method | learning rate | validation loss | above AdamW | computed in float32, above AdamW |")
     print("| --- | ---: | ---: | ---: | ---: |")
     for run in (run for method in methods for run in runs_of(method) if run.steps == SEARCH_STEPS):
-        record, base = run.record(), run._replace(method="adamw").record()
+        record, base = run.record(), run._replace(method=BASE).record()
         if record:
             losses = (record["loss"], record.get("loss_in_float32"))
             above = " | ".join(f"{loss - base['loss']:+.4f}" if base and loss else "" for loss in losses)
@@ -321,10 +329,12 @@ def print_search(methods: Sequence[str]) -> None:
 
 
 def print_table(compared: Sequence[Row]) -> None:
-    print("| method | learning rate | seeds | held-out loss | bytes per parameter |")
+    print("| method | learning rate | held-out loss, by seed | above AdamW with the same seed | bytes per parameter |")
     print("| --- | ---: | ---: | ---: | ---: |")
     for row in compared:
-        print(f"| {row.method} | {row.learning_rate:g} | {row.seeds} | {row.loss:.4f} | {row.size:.2f} |")
+        losses = ", ".join(f"{loss:.4f}" for loss in row.losses.values())
+        above = ", ".join(f"{difference:+.4f}" for difference in row.above.values() if row.method != BASE)
+        print(f"| {row.method} | {row.learning_rate:g} | {losses} | {above} | {row.size:.2f} |")
     if any(row.method == UNPACKED for row in compared):
         print(f"\n{UNPACKED}: not comparable, the loss of the first {LENGTH} tokens of each document")
 
@@ -350,11 +360,12 @@ def draw(compared: Sequence[Row], file: Path) -> None:
     with figure(file, 7, 5) as canvas:
         axes = canvas.subplots()
         for row in compared:
-            axes.plot(row.size, row.loss, "o", color="C0" if row.method in MAIN else "C7")
-            axes.annotate(row.method, (row.size, row.loss), textcoords="offset points", xytext=(5, 3), fontsize=8)
+            above = statistics.mean(row.above.values())
+            axes.plot(row.size, above, "o", color="C0" if row.method in MAIN else "C7")
+            axes.annotate(row.method, (row.size, above), textcoords="offset points", xytext=(5, 3), fontsize=8)
         axes.set_title(f"SmolLM2-135M after {STEPS} updates of 1,024 tokens", fontsize=10)
         axes.set_xlabel("weights, gradients and optimizer state, bytes per parameter")
-        axes.set_ylabel("held-out loss, nats per token")
+        axes.set_ylabel("held-out loss above AdamW with the same seed, nats per token")
         axes.margins(x=0.15)  # for the names
         axes.grid(alpha=0.3)
 
@@ -396,7 +407,7 @@ def main() -> None:
         print()
         print_peers(args.methods)
         if args.png:
-            draw([row for row in compared if row.method != UNPACKED], args.png)
+            draw([row for row in compared if row.above and row.method != UNPACKED], args.png)
     else:
         print_left(args.methods)
 

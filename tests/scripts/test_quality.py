@@ -72,15 +72,37 @@ def test_the_best_learning_rate_is_trained_at_full_length(
     quality.train_all(["qlora-16"], tmp_path / "model.gguf")
     compared = list(quality.rows(["qlora-16"]))
     quality.print_table(compared)
+    assert "| qlora-16 | 0.001 |" in capsys.readouterr().out
+
+
+def test_losses_are_compared_with_those_of_the_same_seed(
+    quality: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quality.RECORDS.mkdir()
+    losses = {"adamw": {0: 2.5, 1: 2.25}, "adamw8bit": {0: 2.625, 1: 2.5}, "muon": {0: 2.75}}
+    for method, of_seeds in losses.items():
+        best = quality.METHODS[method].learning_rates[-1]
+        for rate in quality.METHODS[method].learning_rates:
+            searched = quality.Run(method, rate, 0, quality.SEARCH_STEPS)
+            (quality.RECORDS / f"{searched.name}.json").write_text(json.dumps({"loss": 3.0 - rate}))
+        for seed, loss in of_seeds.items():
+            run = quality.Run(method, best, seed, quality.STEPS)
+            record = run._asdict() | {"loss": loss, "state_bytes_per_parameter": {"parameters": 4.0, "optimizer": 8.0}}
+            (quality.RECORDS / f"{run.name}.json").write_text(json.dumps(record))
+    compared = list(quality.rows(["adamw", "adamw8bit", "muon"]))
+    quality.print_table(compared)
+    printed = capsys.readouterr().out
+    assert "| adamw | 0.0001 | 2.5000, 2.2500 |  | 12.00 |" in printed
+    assert "| adamw8bit | 0.0001 | 2.6250, 2.5000 | +0.1250, +0.2500 | 12.00 |" in printed
+    assert "| muon | 0.001 | 2.7500 | +0.2500 | 12.00 |" in printed
     quality.draw(compared, tmp_path / "quality.png")
     assert (tmp_path / "quality.png").stat().st_size > 1000
-    assert "| qlora-16 | 0.001 | 1 |" in capsys.readouterr().out
 
 
 def test_a_soft_prompt_is_not_compared(quality: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    quality.print_table([quality.Row("adamw", 1e-5, 2, 2.0, 16.0)])
+    quality.print_table([quality.Row("adamw", 1e-5, {0: 2.0}, {0: 0.0}, 16.0)])
     assert "not comparable" not in capsys.readouterr().out
-    quality.print_table([quality.Row("prompt", 1e-3, 1, 2.0, 4.0)])
+    quality.print_table([quality.Row("prompt", 1e-3, {0: 2.0}, {}, 4.0)])
     assert "prompt: not comparable, the loss of the first 512 tokens of each document" in capsys.readouterr().out
 
 
