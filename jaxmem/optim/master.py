@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
+from jaxmem.errors import UserError
 from jaxmem.optim.apply import LeafKeys, VocabSlice, axes_or_unnamed, leaf_key, map_with_keys
 from jaxmem.sharding.table import Axes
 from jaxmem.sharding.weights import WithRemainder
@@ -95,7 +96,16 @@ def with_remainder(
         **extra: Any,
     ) -> tuple[Tree, RemainderState]:
         complete = jax.tree.map(WithRemainder, params, state.master)
-        updates, inner = tx.update(grads, state.inner, complete, layer=layer, vocab_slice=vocab_slice, **extra)
+        try:
+            updates, inner = tx.update(grads, state.inner, complete, layer=layer, vocab_slice=vocab_slice, **extra)
+        except TypeError as error:
+            if WithRemainder.__name__ not in str(error):
+                raise
+            raise UserError(
+                f"precision.master=remainder{bits} (optim.with_remainder) supports optimizers of jaxmem.optim, such as"
+                " optim.adamw, but not this one, which computes with the weights or has state like them; use one of"
+                " them, or precision.master=float32"
+            ) from error
         key = jax.random.fold_in(jax.random.key(0), state.step)
 
         def change(path: KeyPath, u: jax.Array, w: jax.Array, remainder: jax.Array, names: Axes) -> Tree:
