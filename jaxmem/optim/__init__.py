@@ -17,7 +17,7 @@ from jaxmem.lazy import lazy_names
 
 _get, _names = lazy_names(
     __name__,
-    apply="Writer apply_updates global_norm leaf_key",
+    apply="apply_updates global_norm leaf_key",
     transformation="chain named_update with_learning_rate",
     clipping="clip record_norm",
     elementwise="is_elementwise updates_single_weights updates_stacks_as_layers",

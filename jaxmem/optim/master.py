@@ -19,7 +19,7 @@ import optax
 from jax.tree_util import KeyPath
 
 from jaxmem.errors import UserError
-from jaxmem.optim.apply import LeafKeys, VocabSlice, axes_or_unnamed, leaf_key, map_with_keys
+from jaxmem.optim.apply import VocabSlice, axes_or_unnamed, leaf_key, map_with_keys
 from jaxmem.sharding.table import Axes
 from jaxmem.sharding.weights import WithRemainder
 from jaxmem.typing import AxesTree, Tree
@@ -110,7 +110,7 @@ def with_remainder(
 
         def change(path: KeyPath, u: jax.Array, w: jax.Array, remainder: jax.Array, names: Axes) -> Tree:
             draws = leaf_key(key, path) if bits == 8 else None
-            return map_with_keys(_change, (u, remainder), w, LeafKeys(draws, names, layer, vocab_slice))
+            return map_with_keys(_change, (u, remainder), w, draws, names, layer, vocab_slice)
 
         names = axes_or_unnamed(axes, params)
         done = jax.tree_util.tree_map_with_path(change, updates, params, state.master, names)
