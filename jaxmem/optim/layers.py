@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -298,24 +298,18 @@ def state_axes(tx: optax.GradientTransformation, params: Tree, axes: AxesTree) -
     >>> state_axes(optim.scale_by_adafactor(axes=axes), params, axes).arrays
     {'column': {'w': ('mlp',)}, 'row': {'w': ('embed',)}}
     """
-    with _declarations():
+    token = _keeps_declarations.set(True)
+    try:
         # A new function, because jax caches the shapes that `init` returns, and those have no declarations.
         state = jax.eval_shape(partial(tx.init), params)
+    finally:
+        _keeps_declarations.reset(token)
     return axes_of_state(state, params, axes)
 
 
-# Transformations of optax call `init` of the transformations in them without further arguments.
+# Whether `init` of `by_layer` returns arrays with their declarations (`StateArray`). Transformations of optax call
+# `init` of the transformations in them without further arguments.
 _keeps_declarations = ContextVar("keeps_declarations", default=False)
-
-
-@contextmanager
-def _declarations() -> Iterator[None]:
-    """In this context, `init` of `by_layer` returns arrays with their declarations (`StateArray`)."""
-    token = _keeps_declarations.set(True)
-    try:
-        yield
-    finally:
-        _keeps_declarations.reset(token)
 
 
 def _initial_state(rule: MatrixRule, spec: ParameterSpec) -> State:

@@ -121,26 +121,38 @@ sum_gradients.defvjp(lambda x, _: (x, None), lambda over, _, g: (all_reduce(g, o
 
 
 def map_layers(
-    function: Callable[..., Any], in_axes: AxesTree, out_axes: AxesTree, axis: str = "layer"
+    function: Callable[..., Any], layers: int, in_axes: AxesTree, out_axes: AxesTree, axis: str = "layer"
 ) -> Callable[..., Any]:
-    """`function` on the layers of each pipeline stage; with `axis` `expert`, on the experts of each device.
+    """`function(*arrays, first)` on the layers of each pipeline stage, of which `first` is the index of the first one;
+    with `axis` `expert`, on the experts of each device.
 
-    Arrays whose axes begin with `axis` are sharded over the mesh axes of it; others are the same in all shards. There
-    is no communication along these mesh axes, so the shards may take different branches of a `cond`. The partitioner
-    handles the other mesh axes."""
+    Arrays whose axes begin with `axis` are sharded over its mesh axes; others are the same in all shards. There is no
+    communication along these mesh axes, so the shards may take different branches of a `cond`. The partitioner handles
+    the other mesh axes. A stack whose number of layers is not divisible is outside of the pipeline, and replicated.
+
+    Args:
+        function: computes arrays from the arrays of one shard.
+        layers: the number of layers of the stack.
+        in_axes: the axes of each array.
+        out_axes: the axes of the results.
+        axis: the logical axis of layers.
+    """
     layout = current()
     over = layout.over("weights", axis) if layout else ()
-    if layout is None or not over:
-        return function
+    parts = layout.size(over) if layout else 1
+    if layout is None or parts == 1 or layers % parts:
+        return lambda *arrays: function(*arrays, jnp.zeros((), jnp.int32))
 
     def specs(axes: AxesTree) -> Tree:
         return jax.tree.map(lambda names: PartitionSpec(*[over] * (names[:1] == (axis,))), axes, is_leaf=is_axes)
 
-    def run(*arrays: Tree) -> Tree:
+    def run(first: jax.Array, *arrays: Tree) -> Tree:
         with layout.inside_shard_map(over):
-            return function(*arrays)
+            return function(*arrays, first[0])
 
-    return map_devices(run, specs(in_axes), specs(out_axes), over=over)
+    first = jnp.arange(parts, dtype=jnp.int32) * (layers // parts)
+    mapped = map_devices(run, (PartitionSpec(over), *specs(in_axes)), specs(out_axes), over=over)
+    return partial(mapped, first)
 
 
 def map_devices(
