@@ -37,5 +37,7 @@ __all__ = sorted({*_names, *_RULES, *OPTIMIZERS})  # noqa: PLE0605
 def __getattr__(name: str) -> Any:
     """Returns a name of the modules above, an implementation in `rules`, or a named optimizer: `optim.adamw(1e-3)`."""
     if name in OPTIMIZERS:
-        return import_module("jaxmem.optim.registry").optimizer(name)
-    return getattr(import_module(f"jaxmem.optim.rules.{_RULES[name]}"), name) if name in _RULES else _get(name)
+        return _get("optimizer")(name)
+    if name in _RULES:
+        return getattr(import_module(f"jaxmem.optim.rules.{_RULES[name]}"), name)
+    return _get(name)

@@ -186,8 +186,8 @@ def map_with_keys(
         dim = axes.index("vocab")
 
         def update(arrays: Tree, read_only: tuple[Tree, jax.Array], *_: jax.Array) -> Tree:
-            others, keys_of_rows = read_only
-            return jax.vmap(function, (dim, dim, 0), dim)(arrays, others, keys_of_rows.reshape(-1))
+            rows, keys_of_rows = read_only
+            return jax.vmap(function, (dim, dim, 0), dim)(arrays, rows, keys_of_rows.reshape(-1))
 
         if vocab_slice is not None:  # few rows
             return update(arrays, (read_only, keys_of_rows))

@@ -103,11 +103,11 @@ class GaLoreRule(MatrixRule):
         if self.similarity is None:
             return {"basis": new.astype(basis_state["basis"].dtype)}
         q: QTensor = basis_state["basis"]
-        same = jnp.sum(jnp.square(old.T @ new)) / self.side.rank >= self.similarity
+        is_similar = jnp.sum(jnp.square(old.T @ new)) / self.side.rank >= self.similarity
         every = self.settings.refresh_every
         # The first intervals differ between layers, so that layers are never refreshed in the same update.
         stagger = jnp.where(basis_state["due"] == 0, context.layer * every // context.layers, 0)
-        doublings = basis_state["doublings"] + same.astype(jnp.int32)
+        doublings = basis_state["doublings"] + is_similar.astype(jnp.int32)
         return {
             "basis": quantize(new, q.format, q.block_size, q.axis),
             "due": context.count - 1 + (every << doublings) + stagger,
