@@ -86,6 +86,9 @@ class HookedWeight(_LikeStored):
     # results into the memory of the argument.
     in_place: bool = field(default=False, metadata={"static": True})
 
+    def apply(self) -> jax.Array:
+        return _hooked(self.hook, self.stored, self.proxy, self.argument)
+
     def gradient(self, of_proxy: jax.Array) -> HookedWeight:
         """The gradient of this weight, as a tree of the same structure: only `proxy` has one."""
         return dataclasses.replace(self, stored=None, proxy=of_proxy, argument=None)  # type: ignore[arg-type]
@@ -117,8 +120,7 @@ def without_hooks_in_place(tree: Tree) -> Tree:
 def apply_hooks(tree: Tree) -> Tree:
     """The tree of weights, with each `HookedWeight` replaced by an array whose backward pass applies the hook."""
     is_hooked = lambda w: isinstance(w, HookedWeight)  # noqa: E731
-    apply = lambda w: _hooked(w.hook, w.stored, w.proxy, w.argument) if is_hooked(w) else w  # noqa: E731
-    return jax.tree.map(apply, tree, is_leaf=is_hooked)
+    return jax.tree.map(lambda w: w.apply() if is_hooked(w) else w, tree, is_leaf=is_hooked)
 
 
 @jax.tree_util.register_dataclass
