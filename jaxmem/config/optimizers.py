@@ -1,7 +1,7 @@
 """The optimizers: one line each, with the class of their hyperparameters, whose defaults are those of the paper.
 
-Each line has the function in `jaxmem.optim.rules` that scales the gradients, `module:function`. The module is imported
-when the optimizer is used. Imports no jax.
+Each line has the function in `jaxmem.optim.rules` that scales the gradients, `module:function`. The module also has the
+optimizer, a function with its name, and is imported when the optimizer is used. Imports no jax.
 """
 
 import dataclasses

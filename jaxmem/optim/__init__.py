@@ -4,10 +4,9 @@ AdamW in float32 stores two moments per parameter: with the weight and the gradi
 optimizers store less; each module documents its memory and cost. A module is imported when one of its names is first
 used.
 
-A new optimizer is a file in `rules/` (a `MatrixRule`, see `layers.py`, and the function that scales gradients with it)
-and a line in `config/optimizers.py`, with its hyperparameters; docs/contributing.md has a complete example. A
-hyperparameter that changes the arrays of the state is named in `checkpoint/same_run.py`. From a script:
-`jaxmem.register_optimizer`.
+A new optimizer is a file in `rules/` (a `MatrixRule`, see `layers.py`, and the public function) and a line in
+`config/optimizers.py`, with its hyperparameters; docs/contributing.md has a complete example. A hyperparameter that
+changes the arrays of the state is named in `checkpoint/same_run.py`. From a script: `jaxmem.register_optimizer`.
 """
 
 from importlib import import_module

@@ -9,9 +9,10 @@ Names, hyperparameters and the modules that implement them are in `jaxmem.config
 imported when it is used. `axes` names the dimensions of stacked weights, see `jaxmem.optim.layers`.
 """
 
+import functools
 import importlib
-import inspect
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,34 +34,21 @@ def build(cfg: config.Optimizer, learning_rate: optax.Schedule, axes: AxesTree) 
 def optimizer(name: str) -> Callable[..., Transformation]:
     """The named optimizer, a function of the learning rate, its hyperparameters by name, and `axes`."""
     entry = OPTIMIZERS[name]
-
-    def make(learning_rate: Rate, *, axes: AxesTree = None, **hyperparameters: Any) -> Transformation:
-        settings = entry.settings(**hyperparameters)
-        scale = _transformation(entry)(settings, axes=axes)
-        return with_learning_rate(scale, learning_rate, getattr(settings, "weight_decay", 0.0), axes)
-
-    make.__name__ = make.__qualname__ = name
-    # `help` shows the hyperparameters with their defaults, and `optax.inject_hyperparams` reads them.
-    hyperparameters = inspect.signature(entry.settings).parameters
-    learning_rate = inspect.Parameter("learning_rate", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    axes = inspect.Parameter("axes", inspect.Parameter.KEYWORD_ONLY, default=None)
-    make.__signature__ = inspect.Signature([learning_rate, *hyperparameters.values(), axes])  # type: ignore[attr-defined]
-    descriptions = {field: config.Optimizer.model_fields[field].description for field in hyperparameters}
-    lines = [f"    {argument}: {text}" for argument, text in {**_RATE, **descriptions, **_AXES}.items()]
-    make.__doc__ = "\n".join([entry.summary, "", "Args:", *lines])
-    return make
+    if isinstance(entry.implementation, str):
+        return getattr(_module(entry.implementation), name)
+    return functools.partial(_registered, entry)
 
 
-_RATE = {"learning_rate": "a number, or a function of the number of earlier updates"}
-_AXES = {"axes": "the logical axes of each parameter; None: no parameter is a stack of layers"}
+def _registered(entry: Entry, learning_rate: Rate, *, axes: AxesTree = None, **hyperparameters: Any) -> Transformation:
+    """The optimizer of a transformation that a script has registered."""
+    settings = entry.settings(**hyperparameters)
+    assert callable(entry.implementation)
+    scale = entry.implementation(settings, axes=axes)
+    return with_learning_rate(scale, learning_rate, getattr(settings, "weight_decay", 0.0), axes)
 
 
-def _transformation(entry: Entry) -> Callable[..., optax.GradientTransformation]:
-    """The function that scales gradients, before weight decay and learning rate."""
-    if callable(entry.implementation):
-        return entry.implementation
-    module, _, function = entry.implementation.partition(":")
-    return getattr(importlib.import_module(f"jaxmem.optim.rules.{module}"), function)
+def _module(implementation: str) -> ModuleType:
+    return importlib.import_module(f"jaxmem.optim.rules.{implementation.partition(':')[0]}")
 
 
 def learning_rate_schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:

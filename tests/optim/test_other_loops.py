@@ -207,10 +207,3 @@ def test_layers_without_parameters_may_be_empty_tuples(weight_decay):
     tx = optim.adamw(0.1, weight_decay=weight_decay)
     updates, _ = tx.update(params, tx.init(params), params)
     assert jax.tree.structure(updates) == jax.tree.structure(params)
-
-
-def test_inject_hyperparams_finds_the_hyperparameters_of_named_optimizers():
-    make = optax.inject_hyperparams(optim.galore_adamw8bit, static_args="rank")
-    state = make(learning_rate=RATE, rank=4).init({"w": jnp.ones((8, 16))})
-    assert {"learning_rate", "weight_decay", "refresh_every"} <= set(state.hyperparams)
-    assert "rank" not in state.hyperparams

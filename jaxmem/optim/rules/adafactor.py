@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxmem.config.optimizers import AdafactorSettings
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
-from jaxmem.optim.transformation import Transformation
+from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
 from jaxmem.quant import values_of
 from jaxmem.typing import AxesTree
 
@@ -64,3 +64,14 @@ def scale_by_adafactor(settings: AdafactorSettings = AdafactorSettings(), *, axe
     """
     del settings  # weight decay is applied after the scaling
     return by_layer(lambda _: Factored(), axes)
+
+
+def adafactor(
+    learning_rate: Rate,
+    *,
+    weight_decay: float = AdafactorSettings.weight_decay,
+    axes: AxesTree = None,
+) -> Transformation:
+    """Adafactor, with the root mean square of the weights as scale of its updates: use a rate of about 1e-2."""
+    settings = AdafactorSettings(weight_decay=weight_decay)
+    return with_learning_rate(scale_by_adafactor(settings, axes=axes), learning_rate, weight_decay, axes)

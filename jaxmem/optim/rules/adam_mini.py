@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxmem.config.optimizers import AdamSettings
+from jaxmem.config.optimizers import AdamSettings, AdamWSettings
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
 from jaxmem.optim.rules.plain import Adam, direction, next_moments
-from jaxmem.optim.transformation import Transformation
+from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
 from jaxmem.sharding.weights import is_matrix
 from jaxmem.typing import AxesTree
 
@@ -48,3 +48,17 @@ def scale_by_adam_mini(settings: AdamSettings = AdamSettings(), *, axes: AxesTre
         return PerNeuron(settings, spec.axes.index("vocab") if "vocab" in spec.axes else len(spec.shape) - 1)
 
     return by_layer(rule_for, axes)
+
+
+def adam_mini(
+    learning_rate: Rate,
+    *,
+    beta1: float = AdamWSettings.beta1,
+    beta2: float = AdamWSettings.beta2,
+    epsilon: float = AdamWSettings.epsilon,
+    weight_decay: float = AdamWSettings.weight_decay,
+    axes: AxesTree = None,
+) -> Transformation:
+    """AdamW with one second moment per output neuron: 4 bytes per parameter. The arguments are those of `adamw`."""
+    settings = AdamWSettings(beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
+    return with_learning_rate(scale_by_adam_mini(settings, axes=axes), learning_rate, weight_decay, axes)

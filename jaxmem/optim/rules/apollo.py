@@ -18,7 +18,7 @@ from jaxmem.config.optimizers import ApolloMiniSettings, ApolloSettings
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
 from jaxmem.optim.rules.plain import Adam, bias_correction, next_moments
 from jaxmem.optim.rules.projection import Side, projected_side, random_projection
-from jaxmem.optim.transformation import Transformation
+from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
 from jaxmem.typing import AxesTree
 
 GROWTH = 1.01  # largest ratio of the norms of consecutive updates
@@ -72,6 +72,34 @@ def scale_by_apollo(settings: ApolloSettings = ApolloSettings(), *, axes: AxesTr
     return by_layer(lambda spec: _rule_for(settings, spec, settings.rank, per_matrix=False), axes)
 
 
+def apollo(
+    learning_rate: Rate,
+    *,
+    beta1: float = ApolloSettings.beta1,
+    beta2: float = ApolloSettings.beta2,
+    epsilon: float = ApolloSettings.epsilon,
+    weight_decay: float = ApolloSettings.weight_decay,
+    refresh_every: int = ApolloSettings.refresh_every,
+    scale: float = ApolloSettings.scale,
+    project_embeddings: bool = ApolloSettings.project_embeddings,
+    rank: int | None = ApolloSettings.rank,
+    axes: AxesTree = None,
+) -> Transformation:
+    """APOLLO with weight decay. `refresh_every`: updates between two random projections. The other arguments are those
+    of `galore_adamw`."""
+    settings = ApolloSettings(
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+        weight_decay=weight_decay,
+        refresh_every=refresh_every,
+        scale=scale,
+        project_embeddings=project_embeddings,
+        rank=rank,
+    )
+    return with_learning_rate(scale_by_apollo(settings, axes=axes), learning_rate, weight_decay, axes)
+
+
 def scale_by_apollo_mini(
     settings: ApolloMiniSettings = ApolloMiniSettings(), *, axes: AxesTree = None
 ) -> Transformation:
@@ -81,6 +109,31 @@ def scale_by_apollo_mini(
     (1, 64)
     """
     return by_layer(lambda spec: _rule_for(settings, spec, 1, per_matrix=True), axes)
+
+
+def apollo_mini(
+    learning_rate: Rate,
+    *,
+    beta1: float = ApolloMiniSettings.beta1,
+    beta2: float = ApolloMiniSettings.beta2,
+    epsilon: float = ApolloMiniSettings.epsilon,
+    weight_decay: float = ApolloMiniSettings.weight_decay,
+    refresh_every: int = ApolloMiniSettings.refresh_every,
+    scale: float = ApolloMiniSettings.scale,
+    project_embeddings: bool = ApolloMiniSettings.project_embeddings,
+    axes: AxesTree = None,
+) -> Transformation:
+    """APOLLO-Mini with weight decay: almost no state. The arguments are those of `apollo`."""
+    settings = ApolloMiniSettings(
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+        weight_decay=weight_decay,
+        refresh_every=refresh_every,
+        scale=scale,
+        project_embeddings=project_embeddings,
+    )
+    return with_learning_rate(scale_by_apollo_mini(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
 def _rule_for(settings: ApolloMiniSettings, spec: ParameterSpec, rank: int | None, *, per_matrix: bool) -> MatrixRule:

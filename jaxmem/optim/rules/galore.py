@@ -29,7 +29,7 @@ from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext,
 from jaxmem.optim.rules.plain import Adam
 from jaxmem.optim.rules.projection import Side, projected_side
 from jaxmem.optim.rules.quantized import ADAM8, blocks, quantized, zeros
-from jaxmem.optim.transformation import Transformation
+from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
 from jaxmem.quant import QTensor, quantize, values_of
 from jaxmem.typing import AxesTree
 
@@ -125,15 +125,113 @@ def scale_by_galore(settings: GaLoreSettings = GaLoreSettings(), *, axes: AxesTr
     return by_layer(lambda spec: _rule_for(settings, spec, lambda _: Adam(settings)), axes)
 
 
+def galore_adamw(
+    learning_rate: Rate,
+    *,
+    beta1: float = GaLoreSettings.beta1,
+    beta2: float = GaLoreSettings.beta2,
+    epsilon: float = GaLoreSettings.epsilon,
+    weight_decay: float = GaLoreSettings.weight_decay,
+    refresh_every: int = GaLoreSettings.refresh_every,
+    scale: float = GaLoreSettings.scale,
+    project_embeddings: bool = GaLoreSettings.project_embeddings,
+    rank: int | None = GaLoreSettings.rank,
+    residual: bool = GaLoreSettings.residual,
+    axes: AxesTree = None,
+) -> Transformation:
+    """GaLore with AdamW. The arguments are those of `adamw`, and:
+
+    Args:
+        refresh_every: updates between two bases of a matrix.
+        scale: the factor of the update.
+        project_embeddings: whether embedding and output matrices are projected too.
+        rank: the rank of the projection; None: a quarter of the smaller dimension of each matrix.
+        residual: whether the component of the gradient outside of the basis is added to the update.
+    """
+    settings = GaLoreSettings(
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+        weight_decay=weight_decay,
+        refresh_every=refresh_every,
+        scale=scale,
+        project_embeddings=project_embeddings,
+        rank=rank,
+        residual=residual,
+    )
+    return with_learning_rate(scale_by_galore(settings, axes=axes), learning_rate, weight_decay, axes)
+
+
 def scale_by_galore8bit(settings: GaLoreSettings = GaLoreSettings(), *, axes: AxesTree = None) -> Transformation:
     """GaLore with Adam, whose moments have 8 bits."""
     return by_layer(lambda spec: _rule_for(settings, spec, quantized(Adam(settings), ADAM8)), axes)
+
+
+def galore_adamw8bit(
+    learning_rate: Rate,
+    *,
+    beta1: float = GaLoreSettings.beta1,
+    beta2: float = GaLoreSettings.beta2,
+    epsilon: float = GaLoreSettings.epsilon,
+    weight_decay: float = GaLoreSettings.weight_decay,
+    refresh_every: int = GaLoreSettings.refresh_every,
+    scale: float = GaLoreSettings.scale,
+    project_embeddings: bool = GaLoreSettings.project_embeddings,
+    rank: int | None = GaLoreSettings.rank,
+    residual: bool = GaLoreSettings.residual,
+    axes: AxesTree = None,
+) -> Transformation:
+    """GaLore with AdamW, whose moments have 8 bits. The arguments are those of `galore_adamw`."""
+    settings = GaLoreSettings(
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+        weight_decay=weight_decay,
+        refresh_every=refresh_every,
+        scale=scale,
+        project_embeddings=project_embeddings,
+        rank=rank,
+        residual=residual,
+    )
+    return with_learning_rate(scale_by_galore8bit(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
 def scale_by_qgalore(settings: QGaLoreSettings = QGaLoreSettings(), *, axes: AxesTree = None) -> Transformation:
     """Q-GaLore: moments in 8 bits, bases in 4 bits."""
     inner = quantized(Adam(settings), ADAM8)
     return by_layer(lambda spec: _rule_for(settings, spec, inner, settings.similarity), axes)
+
+
+def qgalore(
+    learning_rate: Rate,
+    *,
+    beta1: float = QGaLoreSettings.beta1,
+    beta2: float = QGaLoreSettings.beta2,
+    epsilon: float = QGaLoreSettings.epsilon,
+    weight_decay: float = QGaLoreSettings.weight_decay,
+    refresh_every: int = QGaLoreSettings.refresh_every,
+    scale: float = QGaLoreSettings.scale,
+    project_embeddings: bool = QGaLoreSettings.project_embeddings,
+    rank: int | None = QGaLoreSettings.rank,
+    residual: bool = QGaLoreSettings.residual,
+    similarity: float = QGaLoreSettings.similarity,
+    axes: AxesTree = None,
+) -> Transformation:
+    """Q-GaLore with weight decay: moments in 8 bits, bases in 4 bits. `similarity`: the similarity of two successive
+    bases from which on the interval between them is doubled. The other arguments are those of `galore_adamw`."""
+    settings = QGaLoreSettings(
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+        weight_decay=weight_decay,
+        refresh_every=refresh_every,
+        scale=scale,
+        project_embeddings=project_embeddings,
+        rank=rank,
+        residual=residual,
+        similarity=similarity,
+    )
+    return with_learning_rate(scale_by_qgalore(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
 def _rule_for(

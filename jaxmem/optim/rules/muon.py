@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxmem.config.optimizers import MuonSettings
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
 from jaxmem.optim.rules.plain import Adam
-from jaxmem.optim.transformation import Transformation
+from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
 from jaxmem.typing import AxesTree
 
 STEPS = 5  # of the Newton-Schulz iteration
@@ -64,3 +64,19 @@ def scale_by_muon(settings: MuonSettings = MuonSettings(), *, axes: AxesTree = N
         return Orthogonalized(settings.momentum) if spec.is_hidden_matrix else Adam(settings)
 
     return by_layer(rule_for, axes)
+
+
+def muon(
+    learning_rate: Rate,
+    *,
+    momentum: float = MuonSettings.momentum,
+    beta1: float = MuonSettings.beta1,
+    beta2: float = MuonSettings.beta2,
+    epsilon: float = MuonSettings.epsilon,
+    weight_decay: float = MuonSettings.weight_decay,
+    axes: AxesTree = None,
+) -> Transformation:
+    """Muon with weight decay; AdamW for parameters that are not hidden matrices. `momentum`: its decay in Muon. The
+    other arguments are those of `adamw`."""
+    settings = MuonSettings(momentum=momentum, beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
+    return with_learning_rate(scale_by_muon(settings, axes=axes), learning_rate, weight_decay, axes)

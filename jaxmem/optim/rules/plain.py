@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.config.optimizers import AdamSettings, LionSettings, SgdSettings
+from jaxmem.config.optimizers import AdamSettings, AdamWSettings, LionSettings, SgdSettings
 from jaxmem.optim.apply import rounded_by_hash, widened
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext
-from jaxmem.optim.transformation import is_zero
+from jaxmem.optim.transformation import Rate, Transformation, is_zero, with_learning_rate
 from jaxmem.sharding.weights import is_encoded
 from jaxmem.typing import AxesTree, Tree
 
@@ -26,16 +26,78 @@ def scale_by_adam(settings: AdamSettings = AdamSettings(), *, axes: AxesTree = N
     return _in_dtype_of_weights(optax.scale_by_adam(settings.beta1, settings.beta2, settings.epsilon))
 
 
+def adamw(
+    learning_rate: Rate,
+    *,
+    beta1: float = AdamWSettings.beta1,
+    beta2: float = AdamWSettings.beta2,
+    epsilon: float = AdamWSettings.epsilon,
+    weight_decay: float = AdamWSettings.weight_decay,
+    axes: AxesTree = None,
+) -> Transformation:
+    """Adam with decoupled weight decay of matrices (Loshchilov and Hutter, arXiv:1711.05101).
+
+    Args:
+        learning_rate: a number, or a function of the number of earlier updates.
+        beta1: the decay of the first moment.
+        beta2: the decay of the second moment.
+        epsilon: is added to the square root of the second moment.
+        weight_decay: the share of a matrix that an update subtracts, times the learning rate.
+        axes: the logical axes of each parameter; None: no parameter is a stack of layers.
+    """
+    settings = AdamWSettings(beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
+    return with_learning_rate(scale_by_adam(settings, axes=axes), learning_rate, weight_decay, axes)
+
+
+def adam(
+    learning_rate: Rate,
+    *,
+    beta1: float = AdamSettings.beta1,
+    beta2: float = AdamSettings.beta2,
+    epsilon: float = AdamSettings.epsilon,
+    axes: AxesTree = None,
+) -> Transformation:
+    """Adam without weight decay (Kingma and Ba, arXiv:1412.6980). The arguments are those of `adamw`."""
+    settings = AdamSettings(beta1=beta1, beta2=beta2, epsilon=epsilon)
+    return with_learning_rate(scale_by_adam(settings, axes=axes), learning_rate, 0.0, axes)
+
+
 def scale_by_lion(settings: LionSettings = LionSettings(), *, axes: AxesTree = None) -> optax.GradientTransformation:
     """Lion with one moment (Chen et al., arXiv:2302.06675)."""
     del axes
     return _in_dtype_of_weights(optax.scale_by_lion(settings.beta1, settings.beta2))
 
 
+def lion(
+    learning_rate: Rate,
+    *,
+    beta1: float = LionSettings.beta1,
+    beta2: float = LionSettings.beta2,
+    weight_decay: float = LionSettings.weight_decay,
+    axes: AxesTree = None,
+) -> Transformation:
+    """Lion: updates are signs, so use at most a third of the learning rate of Adam. Arguments: see `adamw`."""
+    settings = LionSettings(beta1=beta1, beta2=beta2, weight_decay=weight_decay)
+    return with_learning_rate(scale_by_lion(settings, axes=axes), learning_rate, weight_decay, axes)
+
+
 def trace(settings: SgdSettings = SgdSettings(), *, axes: AxesTree = None) -> optax.GradientTransformation:
     """SGD: no state without momentum; with momentum, one value per parameter."""
     del axes
     return optax.identity() if is_zero(settings.momentum) else _in_dtype_of_weights(_counted_trace(settings.momentum))
+
+
+def sgd(
+    learning_rate: Rate,
+    *,
+    momentum: float = SgdSettings.momentum,
+    weight_decay: float = SgdSettings.weight_decay,
+    axes: AxesTree = None,
+) -> Transformation:
+    """SGD; with momentum one state value per parameter, without it none. `momentum`: its decay; 0: none. The other
+    arguments are those of `adamw`."""
+    settings = SgdSettings(momentum=momentum, weight_decay=weight_decay)
+    return with_learning_rate(trace(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
 class TraceState(NamedTuple):

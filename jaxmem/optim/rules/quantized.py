@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem import kernels
-from jaxmem.config.optimizers import AdamSettings, AdamW8bitSettings, LionSettings, MomentumSettings
+from jaxmem.config.optimizers import AdamSettings, AdamW8bitSettings, AdamWSettings, LionSettings, MomentumSettings
 from jaxmem.errors import UserError
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
 from jaxmem.optim.rules.plain import Adam, Lion, Momentum, bias_correction
-from jaxmem.optim.transformation import Transformation
+from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
 from jaxmem.quant import FORMATS, QTensor, even_block_size, quantize
 from jaxmem.sharding.leaves import per_device
 from jaxmem.sharding.weights import is_matrix
@@ -117,9 +117,39 @@ def scale_by_adam8bit(settings: AdamW8bitSettings = AdamW8bitSettings(), *, axes
     return by_layer(rule_for, axes)
 
 
+def adamw8bit(
+    learning_rate: Rate,
+    *,
+    beta1: float = AdamW8bitSettings.beta1,
+    beta2: float = AdamW8bitSettings.beta2,
+    epsilon: float = AdamW8bitSettings.epsilon,
+    weight_decay: float = AdamW8bitSettings.weight_decay,
+    kernel: str = AdamW8bitSettings.kernel,
+    axes: AxesTree = None,
+) -> Transformation:
+    """AdamW in 8 bits per moment: 2.03 bytes per parameter. `kernel`: as in `scale_by_adam8bit`. The other arguments
+    are those of `adamw`."""
+    settings = AdamW8bitSettings(beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay, kernel=kernel)
+    return with_learning_rate(scale_by_adam8bit(settings, axes=axes), learning_rate, weight_decay, axes)
+
+
 def scale_by_adam4bit(settings: AdamSettings = AdamSettings(), *, axes: AxesTree = None) -> Transformation:
     """Adam in 4 bits per moment: 1.06 bytes per parameter."""
     return by_layer(quantized(Adam(settings), ADAM4, block_size=128), axes)
+
+
+def adamw4bit(
+    learning_rate: Rate,
+    *,
+    beta1: float = AdamWSettings.beta1,
+    beta2: float = AdamWSettings.beta2,
+    epsilon: float = AdamWSettings.epsilon,
+    weight_decay: float = AdamWSettings.weight_decay,
+    axes: AxesTree = None,
+) -> Transformation:
+    """AdamW in 4 bits per moment: 1.06 bytes per parameter. The arguments are those of `adamw`."""
+    settings = AdamWSettings(beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
+    return with_learning_rate(scale_by_adam4bit(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
 def scale_by_lion8bit(settings: LionSettings = LionSettings(), *, axes: AxesTree = None) -> Transformation:
@@ -127,9 +157,34 @@ def scale_by_lion8bit(settings: LionSettings = LionSettings(), *, axes: AxesTree
     return by_layer(quantized(Lion(settings), MOMENTUM8), axes)
 
 
+def lion8bit(
+    learning_rate: Rate,
+    *,
+    beta1: float = LionSettings.beta1,
+    beta2: float = LionSettings.beta2,
+    weight_decay: float = LionSettings.weight_decay,
+    axes: AxesTree = None,
+) -> Transformation:
+    """Lion in 8 bits: 1.02 bytes per parameter. The arguments are those of `lion`."""
+    settings = LionSettings(beta1=beta1, beta2=beta2, weight_decay=weight_decay)
+    return with_learning_rate(scale_by_lion8bit(settings, axes=axes), learning_rate, weight_decay, axes)
+
+
 def trace8bit(settings: MomentumSettings = MomentumSettings(), *, axes: AxesTree = None) -> Transformation:
     """Momentum in 8 bits: 1.02 bytes per parameter."""
     return by_layer(quantized(Momentum(settings.momentum), MOMENTUM8), axes)
+
+
+def momentum8bit(
+    learning_rate: Rate,
+    *,
+    momentum: float = MomentumSettings.momentum,
+    weight_decay: float = MomentumSettings.weight_decay,
+    axes: AxesTree = None,
+) -> Transformation:
+    """SGD with momentum in 8 bits: 1.02 bytes per parameter. The arguments are those of `sgd`."""
+    settings = MomentumSettings(momentum=momentum, weight_decay=weight_decay)
+    return with_learning_rate(trace8bit(settings, axes=axes), learning_rate, weight_decay, axes)
 
 
 def blocks(spec: ParameterSpec, most: int) -> tuple[int, int]:
