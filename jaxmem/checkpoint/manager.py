@@ -54,8 +54,8 @@ class Retention(ocp.checkpoint_managers.PreservationPolicy):
 
     def is_best(self, loss: float | None) -> bool:
         """Whether a checkpoint with this loss would be kept as the best."""
-        others = [other for other, _ in self._finite(self.losses)]
-        return self.keep_best and loss is not None and math.isfinite(loss) and loss < min(others, default=math.inf)
+        best = min((known for known, _ in self._finite(self.losses)), default=math.inf)
+        return self.keep_best and loss is not None and math.isfinite(loss) and loss < best
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         del context
@@ -113,17 +113,14 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._saving = 0  # the step of the last save that was started
         if not read_only:
             refuse_links(self.directory)
-        self._silence = only_first_error()
-        try:
-            self._manager = self._open()
-        except ORBAX_EXCEPTIONS as error:
-            self._silence.close()
-            raise_lost_process(error)
-            cause = f"{root_cause(error)}; set checkpoint.path to another directory"
-            raise UserError(f"cannot open checkpoints in {self.directory}: {cause}") from error
-        except UserError:
-            self._silence.close()
-            raise
+        with only_first_error() as silence:
+            try:
+                self._manager = self._open()
+            except ORBAX_EXCEPTIONS as error:
+                raise_lost_process(error)
+                cause = f"{root_cause(error)}; set checkpoint.path to another directory"
+                raise UserError(f"cannot open checkpoints in {self.directory}: {cause}") from error
+            self._silence = silence.pop_all()
         self._sweep()
 
     def is_due(self, step: int, metrics: Mapping[str, float] | None = None, force: bool = False) -> bool:

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import jax
@@ -45,17 +46,10 @@ def only_first_error() -> ExitStack:
     sys.unraisablehook = report
     stack.callback(remove)
     for name, passes in (("absl", _is_of_another_library), ("asyncio", _is_no_follow_up)):
-        record_filter = _Filter(passes)
+        record_filter = partial(passes)  # an object of its own, since a logger holds equal filters only once
         logging.getLogger(name).addFilter(record_filter)
         stack.callback(logging.getLogger(name).removeFilter, record_filter)
     return stack
-
-
-class _Filter:
-    """A filter of its own identity, since a logger holds equal filters only once."""
-
-    def __init__(self, passes: Callable[[logging.LogRecord], bool]) -> None:
-        self.filter = passes
 
 
 def _is_of_another_library(record: logging.LogRecord) -> bool:

@@ -105,9 +105,9 @@ def check_leaves(checkpoint: epath.Path, saved: JsonView, expected: JsonView) ->
         if there != here:
             wrong.append(f"{name} is {there} in the checkpoint and {here} in this run")
     if wrong:
-        other = f"checkpoint {checkpoint} is from another model or optimizer"
+        mismatch = f"checkpoint {checkpoint} is from another model or optimizer"
         raise UserError(
-            f"{other}: {abridge(wrong, 3, '; ')}; use the config with which it was saved, and in a script"
+            f"{mismatch}: {abridge(wrong, 3, '; ')}; use the config with which it was saved, and in a script"
             " the same arguments (model, layers, axes, optimizer)"
         )
 

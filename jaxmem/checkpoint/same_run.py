@@ -33,36 +33,33 @@ STATE_KEYS = {
     "optimizer.project_embeddings": bool,
     "precision.loss_scale": lambda scale: scale in (None, "none"),
 }
-CHANGEABLE_KEYS = (
-    "model.preset",  # a name for other fields, which are compared one by one
+SOURCE_KEYS = (  # files may move
     "model.hf",  # source of the initial weights, which are in the checkpoint
+    "adapter.base_run",  # the same
+    "data.path",  # the fingerprint of the data shows whether files, tokenizer and template are the same
+    "data.mixture.*.path",
+    "data.tokenizer",
+    "data.chat_template",
+    "data.reference_logprobs",  # the file has its own fingerprint
+)
+CHANGEABLE_KEYS = (
+    *SOURCE_KEYS,
+    "model.preset",  # a name for other fields, which are compared one by one
+    "model.dropout",
     "adapter.dropout",
     "adapter.lora_plus_ratio",
-    "adapter.base_run",  # source of the initial weights, which are in the checkpoint
-    "model.dropout",
-    "data.reference_logprobs",  # a path; the file has its own fingerprint
-    "data.tokenizer",  # a path; its content is part of the fingerprint of the data
-    "data.chat_template",  # part of the fingerprint of the data
-    "data.path",  # files may move: the fingerprint of the data shows whether they are the same
-    "data.mixture.*.path",
     "data.weight",  # only used in a mixture
     "data.epochs",  # changes only the end of the stream
     "data.on_invalid",  # a record that is skipped has no tokens, and keeps its number
     "data.documents_per_row",  # changes only later rows; a position is a record and a token
 )
 PROCESS_KEYS = (  # each process may have other values: paths of the same files on its host, and what observes it
-    "train.trackers",
-    "train.profile",
+    *SOURCE_KEYS,
+    "adapter.hf",
     "output",
     "checkpoint.path",
-    "data.path",
-    "data.mixture.*.path",
-    "data.tokenizer",
-    "data.chat_template",
-    "data.reference_logprobs",
-    "model.hf",
-    "adapter.base_run",
-    "adapter.hf",
+    "train.trackers",
+    "train.profile",
 )
 
 

@@ -96,10 +96,10 @@ class SavedState:
         """The part of the weights, or of their axes, that is saved."""
         if not self._has_external_base:
             return params
-        every = flatten_dict(params)
+        leaves = flatten_dict(params)
         trainable = flatten_dict(self._model.select(params))
         # `layer_scale` of adapters is not trained, but the base does not contain it.
-        return unflatten_dict({path: every[path] if path[-1] == "layer_scale" else x for path, x in trainable.items()})
+        return unflatten_dict({path: leaves[path] if path[-1] == "layer_scale" else x for path, x in trainable.items()})
 
     def _orders(self, config: JsonView) -> tuple[np.ndarray, np.ndarray] | None:
         """The layer at each position of a stack in the checkpoint and in the program; None: they are equal."""

@@ -17,7 +17,7 @@ from jaxmem.lazy import lazy_names
 
 _get, _names = lazy_names(
     __name__,
-    apply="Writer apply_updates global_norm leaf_key",
+    apply="apply_updates global_norm leaf_key",
     transformation="chain named_update with_learning_rate",
     clipping="clip record_norm",
     elementwise="is_elementwise updates_single_weights updates_stacks_as_layers",
@@ -36,5 +36,7 @@ __all__ = sorted({*_names, *_RULES, *OPTIMIZERS})  # noqa: PLE0605
 def __getattr__(name: str) -> Any:
     """Returns a name of the modules above, an implementation in `rules`, or a named optimizer: `optim.adamw(1e-3)`."""
     if name in OPTIMIZERS:
-        return import_module("jaxmem.optim.registry").optimizer(name)
-    return getattr(import_module(f"jaxmem.optim.rules.{_RULES[name]}"), name) if name in _RULES else _get(name)
+        return _get("optimizer")(name)
+    if name in _RULES:
+        return getattr(import_module(f"jaxmem.optim.rules.{_RULES[name]}"), name)
+    return _get(name)

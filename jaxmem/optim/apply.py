@@ -32,6 +32,7 @@ from jaxmem.sharding.weights import is_encoded
 from jaxmem.typing import AxesTree, Tree
 
 SumOverSlices = Callable[[Any], Any]  # the contribution of one slice to a sum -> the sum over all slices
+Writer = Callable[..., Tree]  # `apply_updates` with a key and a kernel
 
 
 class NotSeparableError(Exception):
@@ -86,25 +87,6 @@ def sliced_sums(update: Callable[[jax.Array, SumOverSlices], Any], count: int) -
     return known
 
 
-@dataclass(frozen=True)
-class Writer:
-    """Adds updates to weights, as `apply_updates` with this key and kernel."""
-
-    key: jax.Array | None
-    kernel: Literal["auto", "none", "triton"] = "none"
-
-    def __call__(
-        self,
-        params: Tree,
-        updates: Tree,
-        axes: AxesTree,
-        *,
-        layer: jax.Array | None = None,
-        vocab_slice: VocabSlice | None = None,
-    ) -> Tree:
-        return apply_updates(params, updates, self.key, axes, layer=layer, vocab_slice=vocab_slice, kernel=self.kernel)
-
-
 @purpose("update")
 def apply_updates(
     params: Tree,
@@ -136,7 +118,7 @@ def apply_updates(
     def add(path: KeyPath, w: Any, u: jax.Array, names: Axes) -> Tree:
         leaf_seed = None if key is None else leaf_key(key, path)
         if not is_encoded(w):
-            return map_with_keys(_add, w, u, LeafKeys(leaf_seed, names, layer, vocab_slice))
+            return map_with_keys(_add, w, u, leaf_seed, names, layer, vocab_slice)
         seeds = None if leaf_seed is None else _block_seeds(leaf_seed, w, names, layer, vocab_slice)
         names = names[len(names) - w.ndim :]
         is_even = w.shape[w.axis] % w.block_size == 0
@@ -183,39 +165,37 @@ def rounded_by_hash(
     return rounded_with(scramble(jax.lax.bitcast_convert_type(x, jnp.uint32) ^ seed) >> 16, x)
 
 
-@dataclass(frozen=True)
-class LeafKeys:
-    """The random keys of a leaf. Each layer of a stack and each row of a vocabulary matrix has its own key. It is the
-    same if the layer or row is updated separately."""
+def map_with_keys(
+    function: Callable[..., Any],
+    arrays: Tree,
+    read_only: Tree,
+    key: jax.Array | None,
+    axes: Axes,
+    layer: jax.Array | None,
+    vocab_slice: VocabSlice | None,
+) -> Tree:
+    """Replaces the arrays of a leaf by `function(arrays, read_only, key)`.
 
-    key: jax.Array | None  # None: nothing is random
-    axes: Axes
-    layer: jax.Array | None = None
-    vocab_slice: VocabSlice | None = None
-
-
-def map_with_keys(function: Callable[..., Any], arrays: Tree, read_only: Tree, keys: LeafKeys) -> Tree:
-    """Replaces the arrays of a leaf by `function(arrays, read_only, key)`. A vocabulary matrix is updated some rows at
-    a time, in place; otherwise XLA might store the random bits of all rows, and float32 values computed from them."""
-    key = keys.key
-    axes = keys.axes
+    Each layer of a stack and each row of a vocabulary matrix has its own key, derived from `key` (None: nothing is
+    random). It is the same if the layer or row is updated separately. A vocabulary matrix is updated some rows at a
+    time, in place; otherwise XLA might store the random bits of all rows, and float32 values computed from them."""
     if key is None:
         return function(arrays, read_only, key)
     shape = jax.tree.leaves(arrays)[0].shape
-    if (keys_of_rows := row_keys(key, axes, shape, keys.vocab_slice)) is not None:
+    if (keys_of_rows := row_keys(key, axes, shape, vocab_slice)) is not None:
         dim = axes.index("vocab")
 
         def update(arrays: Tree, read_only: tuple[Tree, jax.Array], *_: jax.Array) -> Tree:
-            others, keys_of_rows = read_only
-            return jax.vmap(function, (dim, dim, 0), dim)(arrays, others, keys_of_rows.reshape(-1))
+            rows, keys_of_rows = read_only
+            return jax.vmap(function, (dim, dim, 0), dim)(arrays, rows, keys_of_rows.reshape(-1))
 
-        if keys.vocab_slice is not None:  # few rows
+        if vocab_slice is not None:  # few rows
             return update(arrays, (read_only, keys_of_rows))
         return update_rows(update, arrays, (read_only, keys_of_rows), axes, dim)
     if not is_stacked(axes):
         return function(arrays, read_only, key)
-    if keys.layer is not None:
-        return function(arrays, read_only, jax.random.fold_in(key, keys.layer))
+    if layer is not None:
+        return function(arrays, read_only, jax.random.fold_in(key, layer))
     keys_of_layers = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(shape[0]))
     return jax.vmap(function)(arrays, read_only, keys_of_layers)
 

@@ -33,7 +33,7 @@ class ParameterGroup:
     state_axes: Tree  # the axes of the group's state
     pipeline_of: Callable[[str], Pipeline | None]  # the pipeline that orders the layers of a weight with this name
 
-    def part(self, params: Tree, optimizer_for: Callable[[Tree], Any]) -> ParameterGroup:
+    def part(self, params: Tree, optimizer_for: Callable[[Tree], optax.GradientTransformation]) -> ParameterGroup:
         """The group of some of its parameters. `optimizer_for` returns the optimizer of parameters with these axes."""
         axes = select(self.axes, params, is_leaf=is_encoded)
         tx = optax.with_extra_args_support(optimizer_for(axes))

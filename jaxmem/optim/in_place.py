@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from jaxmem.quant import FORMATS, QTensor
 from jaxmem.quant.packing import values_per_group
 from jaxmem.quant.qtensor import with_sliced_sizes
-from jaxmem.sharding.arrays import constrain, row_major_if_gathered
-from jaxmem.sharding.layout import current, shard_axes, shard_count
-from jaxmem.sharding.leaves import map_shards
+from jaxmem.sharding.arrays import constrain, map_layers, row_major_if_gathered
+from jaxmem.sharding.layout import current
 from jaxmem.sharding.table import Axes, is_axes, is_stacked
 from jaxmem.sharding.weights import is_encoded
 from jaxmem.typing import AxesTree, Tree
@@ -98,13 +97,8 @@ def _per_shard(
 ) -> Tree:
     """Runs `loop(layers, layers of read_only, index of the first layer)` on a stack. With pipeline parallelism there is
     one loop per stage, with its own conditionals: under `jax.vmap`, all stages would execute the branches of each."""
-    over = shard_axes("optimizer", axis)
-    parts = shard_count("optimizer", axis)
     layers = jax.tree.leaves(stack)[0].shape[0]
-    if parts == 1 or layers % parts:  # a stack that is not divisible is outside of the pipeline: replicated
-        return loop(stack, read_only, jnp.zeros((), jnp.int32))
-    first = jnp.arange(parts, dtype=jnp.int32) * (layers // parts)
-    return map_shards(lambda stack, shards, first: loop(stack, shards, first[0]), over, stack, read_only, first)
+    return map_layers(loop, layers, ((axis,), (axis,)), (axis,), axis)(stack, read_only)
 
 
 def update_rows(function: PartFunction, matrix: Tree, read_only: Tree, axes: Axes, dim: int = 0) -> Tree:

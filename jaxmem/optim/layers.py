@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -142,8 +142,8 @@ class PerExpertRule(MatrixRule):
         def update_expert(arrays: tuple[jax.Array, State], read_only: Tree, i: jax.Array) -> tuple[jax.Array, State]:
             g, state = arrays
             weight, count, layer, key = read_only
-            inputs = {"weight": weight, "count": count, "layer": layer, "key": jax.random.fold_in(key, i)}
-            expert_context = dataclasses.replace(context, spec=self.expert, **inputs)
+            key = jax.random.fold_in(key, i)
+            expert_context = UpdateContext(weight, self.expert, count, layer, context.layers, key, context.vocab_slice)
             layout = current()
             with nullcontext() if layout is None else layout.without("expert"):
                 u, new = self.rule.update(g, state, expert_context)
@@ -177,22 +177,17 @@ def by_layer(
     `update(..., pipeline_of=f)`, `f` returns the pipeline that orders the layers of a weight with this name; None: they
     are in order.
     """
-    rules = _Rules(rule_for, axes)
-    return optax.GradientTransformationExtraArgs(rules.init, rules.update)
 
+    def axes_of(params: Tree) -> list[Axes]:
+        return jax.tree.leaves(axes_or_unnamed(axes, params), is_leaf=is_axes)
 
-@dataclass(frozen=True)
-class _Rules:
-    rule_for: Callable[[ParameterSpec], MatrixRule]
-    axes: AxesTree
-
-    def init(self, params: Tree) -> ByLayerState:
+    def init(params: Tree) -> ByLayerState:
         weights, treedef = jax.tree.flatten(params, is_leaf=is_encoded)
         state_of_weights = []
-        for names, w in zip(self._axes_of(params), weights, strict=True):
+        for names, w in zip(axes_of(params), weights, strict=True):
             spec, layers = _one_layer(names, w)
             # An empty weight has no state: for it, rules cannot choose blocks, ranks or dimensions.
-            state = {} if 0 in w.shape else _initial_state(_rule(self.rule_for, spec), spec)
+            state = {} if 0 in w.shape else _initial_state(_rule(rule_for, spec), spec)
             state_of_weights.append({name: _repeated(array, layers) for name, array in _by_name(state).items()})
         if not weights:  # optax.tree.map_params calls `init` with a placeholder for all parameters
             return ByLayerState(jnp.zeros((), jnp.int32), params)
@@ -205,7 +200,6 @@ class _Rules:
         return ByLayerState(jnp.zeros((), jnp.int32), arrays)
 
     def update(
-        self,
         grads: Tree,
         state: ByLayerState,
         params: Tree = None,
@@ -219,13 +213,13 @@ class _Rules:
         treedef: Tree
         leaves, treedef = jax.tree_util.tree_flatten_with_path(widened(grads))
         weights = [g for _, g in leaves] if params is None else treedef.flatten_up_to(params)
-        axes_of_weights = self._axes_of(grads if params is None else params)
-        step = _Step(optax.safe_increment(state.step), layer, layers, vocab_slice, pipeline_of)
+        axes_of_weights = axes_of(grads if params is None else params)
+        step = _Step(rule_for, optax.safe_increment(state.step), layer, layers, vocab_slice, pipeline_of)
         old = {name: iter(jax.tree.leaves(tree)) for name, tree in state.arrays.items()}
         new: dict[str, list[jax.Array]] = {name: [] for name in state.arrays}
         updates = []
         for (path, g), names, w in zip(leaves, axes_of_weights, weights, strict=True):
-            u, arrays = self._update_leaf(step, path, names, g, w, old)
+            u, arrays = step.update_leaf(path, names, g, w, old)
             updates.append(u)
             for name, array in arrays.items():
                 new[name].append(array)
@@ -234,78 +228,64 @@ class _Rules:
         trees = {name: jax.tree.unflatten(structure, new[name]) for name, structure in structures.items()}
         return jax.tree.unflatten(treedef, updates), ByLayerState(step.count, trees)
 
-    def _axes_of(self, params: Tree) -> list[Axes]:
-        return jax.tree.leaves(axes_or_unnamed(self.axes, params), is_leaf=is_axes)
-
-    def _update_leaf(
-        self, step: "_Step", path: KeyPath, names: Axes, g: jax.Array, w: Any, old: dict[str, Iterator[jax.Array]]
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The update of a parameter and its new state arrays by name. `old`: the state arrays of this parameter, and of
-        those after it."""
-        pipeline = step.pipeline_of(path_name(path)) if is_stacked(names) else None
-        names = names[1:] if step.layer is not None and is_stacked(names) else names
-        spec, stack = _one_layer(names, w)
-        if 0 in w.shape:
-            return g, {}
-        if step.vocab_slice is not None:
-            spec = dataclasses.replace(spec, shape=step.vocab_slice.shape)
-        rule = _rule(self.rule_for, spec)
-        if step.vocab_slice is not None and not rule.is_separable(step.vocab_slice.dim):
-            raise NotSeparableError
-        # The key of a leaf depends only on its name, so that it is the same on every mesh and in every order.
-        key = leaf_key(jax.random.key(0), path)
-        declared = jax.eval_shape(lambda: _initial_state(rule, spec))
-        array_names = list(_by_name(declared))
-        pair = g, _with_values(declared, (next(old[name]) for name in array_names))
-        is_one_array = bool(stack) and rule.updates_stacks
-        updated_spec = dataclasses.replace(spec, shape=w.shape, axes=names) if is_one_array else spec
-        layers = stack[0] if stack else step.layers
-        update = _MatrixUpdate(rule, updated_spec, step, key, layers, pipeline)
-        first = jnp.zeros((), jnp.int32) if step.layer is None else step.layer
-        if rule.elementwise and not is_one_array:
-            u, new = update_rows(update, pair, None, names)
-        elif stack and not is_one_array:
-            u, new = update_layers(update, pair, w)
-        else:
-            u, new = update(pair, w, first)
-        return u, dict(zip(array_names, jax.tree.leaves(new), strict=True))
-
-
-@dataclass(frozen=True)
-class _MatrixUpdate:
-    """A function (gradient and state, weight, layer) -> (update, new state) of one layer of a parameter, of some of its
-    rows, or of a stack as one array."""
-
-    rule: MatrixRule
-    spec: ParameterSpec
-    step: "_Step"
-    key: jax.Array  # of the parameter
-    layers: int  # number of positions of the stack
-    pipeline: Pipeline | None  # orders the layers of the stack, and adds identity layers
-
-    def __call__(
-        self, pair: tuple[jax.Array, State], w: Any, layer: jax.Array, _part: jax.Array | None = None
-    ) -> tuple[jax.Array, State]:
-        g, state = pair
-        layers = self.layers
-        if self.pipeline is not None:
-            layer = jnp.asarray(self.pipeline.order, jnp.int32)[layer]
-            layers = self.pipeline.layers
-        layer_key = jax.random.fold_in(self.key, layer)
-        context = UpdateContext(w, self.spec, self.step.count, layer, layers, layer_key, self.step.vocab_slice)
-        u, new = self.rule.update(_as_state(g, self.spec), state, context)
-        return _as_state(u.astype(g.dtype), self.spec), new
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 @dataclass(frozen=True)
 class _Step:
-    """The inputs of an update that all parameters share."""
+    """An update of all parameters, or of one layer of each, or of some rows of one."""
 
+    rule_for: Callable[[ParameterSpec], MatrixRule]
     count: jax.Array
     layer: jax.Array | None
     layers: int
     vocab_slice: VocabSlice | None
     pipeline_of: Callable[[str], Pipeline | None]
+
+    def update_leaf(
+        self, path: KeyPath, names: Axes, g: jax.Array, w: Any, old: dict[str, Iterator[jax.Array]]
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The update of a parameter and its new state arrays by name. `old`: the state arrays of this parameter, and of
+        those after it."""
+        if 0 in w.shape:
+            return g, {}
+        pipeline = self.pipeline_of(path_name(path)) if is_stacked(names) else None
+        names = names[1:] if self.layer is not None and is_stacked(names) else names
+        spec, stack = _one_layer(names, w)
+        if self.vocab_slice is not None:
+            spec = dataclasses.replace(spec, shape=self.vocab_slice.shape)
+        rule = _rule(self.rule_for, spec)
+        if self.vocab_slice is not None and not rule.is_separable(self.vocab_slice.dim):
+            raise NotSeparableError
+        # The key of a leaf depends only on its name, so that it is the same on every mesh and in every order.
+        key = leaf_key(jax.random.key(0), path)
+        declared = jax.eval_shape(lambda: _initial_state(rule, spec))
+        array_names = list(_by_name(declared))
+        is_one_array = bool(stack) and rule.updates_stacks
+        updated_spec = dataclasses.replace(spec, shape=w.shape, axes=names) if is_one_array else spec
+
+        def update(
+            pair: tuple[jax.Array, State], w: Any, layer: jax.Array, _part: jax.Array | None = None
+        ) -> tuple[jax.Array, State]:
+            """(update, new state) of one layer, of some of its rows, or of a stack as one array."""
+            g, state = pair
+            layers = stack[0] if stack else self.layers
+            if pipeline is not None:  # it orders the layers of the stack, and adds identity layers
+                layer = jnp.asarray(pipeline.order, jnp.int32)[layer]
+                layers = pipeline.layers
+            layer_key = jax.random.fold_in(key, layer)
+            context = UpdateContext(w, updated_spec, self.count, layer, layers, layer_key, self.vocab_slice)
+            u, new = rule.update(_as_state(g, updated_spec), state, context)
+            return _as_state(u.astype(g.dtype), updated_spec), new
+
+        pair = g, _with_values(declared, (next(old[name]) for name in array_names))
+        if rule.elementwise and not is_one_array:
+            u, new = update_rows(update, pair, None, names)
+        elif stack and not is_one_array:
+            u, new = update_layers(update, pair, w)
+        else:
+            u, new = update(pair, w, jnp.zeros((), jnp.int32) if self.layer is None else self.layer)
+        return u, dict(zip(array_names, jax.tree.leaves(new), strict=True))
 
 
 def state_axes(tx: optax.GradientTransformation, params: Tree, axes: AxesTree) -> AxesTree:
@@ -318,24 +298,18 @@ def state_axes(tx: optax.GradientTransformation, params: Tree, axes: AxesTree) -
     >>> state_axes(optim.scale_by_adafactor(axes=axes), params, axes).arrays
     {'column': {'w': ('mlp',)}, 'row': {'w': ('embed',)}}
     """
-    with _declarations():
+    token = _keeps_declarations.set(True)
+    try:
         # A new function, because jax caches the shapes that `init` returns, and those have no declarations.
         state = jax.eval_shape(partial(tx.init), params)
+    finally:
+        _keeps_declarations.reset(token)
     return axes_of_state(state, params, axes)
 
 
-# Transformations of optax call `init` of the transformations in them without further arguments.
+# Whether `init` of `by_layer` returns arrays with their declarations (`StateArray`). Transformations of optax call
+# `init` of the transformations in them without further arguments.
 _keeps_declarations = ContextVar("keeps_declarations", default=False)
-
-
-@contextmanager
-def _declarations() -> Iterator[None]:
-    """In this context, `init` of `by_layer` returns arrays with their declarations (`StateArray`)."""
-    token = _keeps_declarations.set(True)
-    try:
-        yield
-    finally:
-        _keeps_declarations.reset(token)
 
 
 def _initial_state(rule: MatrixRule, spec: ParameterSpec) -> State:

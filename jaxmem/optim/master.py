@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
-from jaxmem.optim.apply import LeafKeys, VocabSlice, axes_or_unnamed, leaf_key, map_with_keys
+from jaxmem.errors import UserError
+from jaxmem.optim.apply import VocabSlice, axes_or_unnamed, leaf_key, map_with_keys
 from jaxmem.sharding.table import Axes
 from jaxmem.sharding.weights import WithRemainder
 from jaxmem.typing import AxesTree, Tree
@@ -95,12 +96,21 @@ def with_remainder(
         **extra: Any,
     ) -> tuple[Tree, RemainderState]:
         complete = jax.tree.map(WithRemainder, params, state.master)
-        updates, inner = tx.update(grads, state.inner, complete, layer=layer, vocab_slice=vocab_slice, **extra)
+        try:
+            updates, inner = tx.update(grads, state.inner, complete, layer=layer, vocab_slice=vocab_slice, **extra)
+        except TypeError as error:
+            if WithRemainder.__name__ not in str(error):
+                raise
+            raise UserError(
+                f"precision.master=remainder{bits} (optim.with_remainder) supports optimizers of jaxmem.optim, such as"
+                " optim.adamw, but not this one, which computes with the weights or has state like them; use one of"
+                " them, or precision.master=float32"
+            ) from error
         key = jax.random.fold_in(jax.random.key(0), state.step)
 
         def change(path: KeyPath, u: jax.Array, w: jax.Array, remainder: jax.Array, names: Axes) -> Tree:
             draws = leaf_key(key, path) if bits == 8 else None
-            return map_with_keys(_change, (u, remainder), w, LeafKeys(draws, names, layer, vocab_slice))
+            return map_with_keys(_change, (u, remainder), w, draws, names, layer, vocab_slice)
 
         names = axes_or_unnamed(axes, params)
         done = jax.tree_util.tree_map_with_path(change, updates, params, state.master, names)

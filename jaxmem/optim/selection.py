@@ -50,12 +50,12 @@ class Selection:
                 names = [name for _, name, *_ in named]
                 raise UserError(f"optimizer.trainable: {plain} matches no parameter{nearest(plain, names)}")
             for path, name, stack, x in matches:
-                some = None if layers is None else _layers_in(x, name, pattern, layers, stack, total)
+                indices = None if layers is None else _layers_in(x, name, pattern, layers, stack, total)
                 known = layers_of.get(path, ())
-                if some != ():
-                    layers_of[path] = None if some is None or known is None else tuple(sorted({*known, *some}))
-        sizes = {path: x.shape[0] for path, *_, x in named if layers_of.get(path) is not None}
-        return cls({path: None if some and len(some) == sizes[path] else some for path, some in layers_of.items()})
+                if indices != ():
+                    layers_of[path] = None if indices is None or known is None else tuple(sorted({*known, *indices}))
+        complete = {path for path, *_, x in named if (known := layers_of.get(path)) and len(known) == x.shape[0]}
+        return cls({path: None if path in complete else known for path, known in layers_of.items()})
 
     def without(self, paths: Collection[tuple[str, ...]]) -> Selection:
         """The selection without the parameters at these paths."""
@@ -67,8 +67,8 @@ class Selection:
         def select_leaf(path: KeyPath, x: Tree) -> Any:
             if path not in self.layers:
                 return None
-            some = self.layers[path]
-            return x if some is None or is_axes(x) else jax.tree.map(lambda x: _take_layers(x, some), x)
+            indices = self.layers[path]
+            return x if indices is None or is_axes(x) else jax.tree.map(lambda x: _take_layers(x, indices), x)
 
         return jax.tree_util.tree_map_with_path(select_leaf, tree, is_leaf=_is_weight)
 
@@ -77,17 +77,17 @@ class Selection:
         new = {path: x for path, _, x in _named(selected)}
 
         def merge_leaf(path: KeyPath, x: Tree) -> Any:
-            some = self.layers.get(path)
-            if path not in new or some is None:
+            indices = self.layers.get(path)
+            if path not in new or indices is None:
                 return new.get(path, x)
-            return jax.tree.map(lambda x, new: _put_layers(x, new, some), x, new[path])
+            return jax.tree.map(lambda x, new: _put_layers(x, new, indices), x, new[path])
 
         return jax.tree_util.tree_map_with_path(merge_leaf, tree, is_leaf=_is_weight)
 
     @property
     def partial_stacks(self) -> dict[KeyPath, tuple[int, ...]]:
         """The stacks of which only some layers are trainable."""
-        return {path: some for path, some in self.layers.items() if some is not None}
+        return {path: indices for path, indices in self.layers.items() if indices is not None}
 
 
 def trainable(tx: optax.GradientTransformation, patterns: Sequence[str]) -> optax.GradientTransformationExtraArgs:

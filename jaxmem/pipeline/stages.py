@@ -76,7 +76,8 @@ class Pipeline:
             return send_like(jax.tree.map(used, fetch_from_host(weights)), weights)
 
         numbers = jnp.asarray(self.order, jnp.int32)
-        run = map_layers(lambda *numbered: jax.lax.map(stored, numbered), (("layer",), ("layer",)), ("layer",))
+        stored_layers = lambda numbers, keys, _: jax.lax.map(stored, (numbers, keys))  # noqa: E731
+        run = map_layers(stored_layers, len(numbers), (("layer",), ("layer",)), ("layer",))
         return run(numbers, keys[jnp.minimum(numbers, self.layers - 1)])
 
     def split(self, stacked: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ q.nbytes, q.shape, q.dequantize(jnp.bfloat16)
 A matmul with a frozen QTensor (`models.linear`) dequantizes it in the forward pass and again in the backward pass, for
 the gradient of its input; it has no gradient itself. One that is trained is paired with zeros that receive its gradient
 (`sharding.weights.StoredWeight`); `_gathered` of `sharding.gathering` dequantizes it and returns their gradient, and
-`optim.apply.Writer` adds the update and quantizes the result.
+`optim.apply_updates` adds the update and quantizes the result.
 """
 
 from jaxmem.kernels.codes import dynamic_code

@@ -11,7 +11,7 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem.sharding.layout import current
-from jaxmem.sharding.table import Axes, Axis, Role, assign_mesh_axes, axis_name, is_axes, is_stacked
+from jaxmem.sharding.table import Axes, Axis, Role, assign_mesh_axes, axis_name, is_axes
 from jaxmem.typing import AxesTree, Tree
 
 GROUPS = "groups"  # the axis name of the vmap of `Layout.inside_vmap`
@@ -120,23 +120,39 @@ def sum_gradients(x: jax.Array, over: tuple[str, ...]) -> jax.Array:  # noqa: AR
 sum_gradients.defvjp(lambda x, _: (x, None), lambda over, _, g: (all_reduce(g, over) if over else g,))
 
 
-def map_layers(function: Callable[..., Any], in_axes: AxesTree, out_axes: AxesTree) -> Callable[..., Any]:
-    """`function` on the layers of each pipeline stage. Arrays whose axes begin with `layer` are sharded over them;
-    others are the same on all stages."""
+def map_layers(
+    function: Callable[..., Any], layers: int, in_axes: AxesTree, out_axes: AxesTree, axis: str = "layer"
+) -> Callable[..., Any]:
+    """`function(*arrays, first)` on the layers of each pipeline stage, of which `first` is the index of the first one;
+    with `axis` `expert`, on the experts of each device.
+
+    Arrays whose axes begin with `axis` are sharded over its mesh axes; others are the same in all shards. There is no
+    communication along these mesh axes, so the shards may take different branches of a `cond`. The partitioner handles
+    the other mesh axes. A stack whose number of layers is not divisible is outside of the pipeline, and replicated.
+
+    Args:
+        function: computes arrays from the arrays of one shard.
+        layers: the number of layers of the stack.
+        in_axes: the axes of each array.
+        out_axes: the axes of the results.
+        axis: the logical axis of layers.
+    """
     layout = current()
-    over = layout.over("weights", "layer") if layout else ()
-    if layout is None or not over:
-        return function
+    over = layout.over("weights", axis) if layout else ()
+    parts = layout.size(over) if layout else 1
+    if layout is None or parts == 1 or layers % parts:
+        return lambda *arrays: function(*arrays, jnp.zeros((), jnp.int32))
 
     def specs(axes: AxesTree) -> Tree:
-        return jax.tree.map(lambda names: PartitionSpec(*[over] * is_stacked(names)), axes, is_leaf=is_axes)
+        return jax.tree.map(lambda names: PartitionSpec(*[over] * (names[:1] == (axis,))), axes, is_leaf=is_axes)
 
-    def run(*arrays: Tree) -> Tree:
+    def run(first: jax.Array, *arrays: Tree) -> Tree:
         with layout.inside_shard_map(over):
-            return function(*arrays)
+            return function(*arrays, first[0])
 
-    how = {"in_specs": specs(in_axes), "out_specs": specs(out_axes), "axis_names": {*over}}
-    return jax.shard_map(run, mesh=layout.mesh, check_vma=False, **how)
+    first = jnp.arange(parts, dtype=jnp.int32) * (layers // parts)
+    mapped = map_devices(run, (PartitionSpec(over), *specs(in_axes)), specs(out_axes), over=over)
+    return partial(mapped, first)
 
 
 def map_devices(
@@ -219,18 +235,11 @@ def map_stages(
         others: the shardings of the second argument over stages (`vocab_parts`).
         results: the shardings of the second result.
     """
-    layout = current()
-    assert layout is not None
     leading = [groups] if groups else []
-    return jax.shard_map(
+    of_results = jax.tree.map(lambda spec: PartitionSpec(*leading, *spec), results)
+    return map_devices(
         function,
-        mesh=layout.mesh,
-        in_specs=(PartitionSpec(stage), others, PartitionSpec(None, groups or None), PartitionSpec()),
-        out_specs=(
-            PartitionSpec(*leading, stage),
-            jax.tree.map(lambda spec: PartitionSpec(*leading, *spec), results),
-            PartitionSpec(),
-        ),
-        axis_names={stage, *groups},
-        check_vma=False,
+        (PartitionSpec(stage), others, PartitionSpec(None, groups or None), PartitionSpec()),
+        (PartitionSpec(*leading, stage), of_results, PartitionSpec()),
+        over=(stage, *groups),
     )

@@ -49,7 +49,7 @@ class Layout:
         spec: list[tuple[str, ...] | None] = []
         split = assign_mesh_axes(axes, shape, table, self.mesh.shape)
         for dim, (axis, over, size) in enumerate(zip(known, split, shape, strict=True)):
-            parts = math.prod(self.mesh.shape[a] for a in over)
+            parts = self.size(over)
             if size % parts:
                 mesh = " x ".join(f"mesh.{a}" for a in over)
                 raise UserError(
@@ -65,7 +65,7 @@ class Layout:
 
     def parts(self, role: Role, axis: str | Axis | None) -> int:
         """The number of shards of a logical axis."""
-        return math.prod(self.mesh.shape[a] for a in self.over(role, axis))
+        return self.size(self.over(role, axis))
 
     def mesh_axes_each(self, role: Role, axes: Axes) -> list[tuple[str, ...]]:
         """The mesh axes of more than one device that shard each dimension of an array with divisible sizes."""

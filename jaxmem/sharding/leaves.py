@@ -16,7 +16,7 @@ An array that is shorter than the parameter along a dimension (packed codes, blo
 if that dimension is divisible by the mesh axes; otherwise it is replicated along this dimension and sharded along
 another one. An array without a known relation to its parameter is an error, so that none is replicated by mistake.
 
-`per_device` and `map_shards` apply functions to the shards of such state.
+`per_device` applies a function to the shards of such state.
 """
 
 import dataclasses
@@ -93,21 +93,6 @@ def _declared_axes(array: StateArray, parameter: Axes, shape: tuple[int, ...]) -
 
     sizes = array.value.shape[stacked:]
     return (*parameter[:stacked], *(axis(dim, size) for dim, size in zip(array.dims, sizes, strict=True)))
-
-
-def map_shards(function: Callable[..., Any], over: tuple[str, ...], *arrays: Tree) -> Tree:
-    """Applies `function(*arrays)` to each shard of the first dimension over these mesh axes. There is no communication
-    along these axes, so the shards may take different branches of a `cond`. The partitioner handles the other axes."""
-    layout = current()
-    if layout is None:
-        return function(*arrays)
-
-    def run(*shards: Tree) -> Tree:
-        with layout.inside_shard_map(over):
-            return function(*shards)
-
-    spec = PartitionSpec(over)
-    return map_devices(run, spec, spec, over=over)(*arrays)
 
 
 def per_device(function: Callable[..., Any], arrays: Tree, axes: Axes, shape: Sequence[int]) -> Tree:

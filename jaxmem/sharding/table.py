@@ -186,8 +186,8 @@ def assign_mesh_axes(axes: Axes, shape: Sequence[int], table: Table, mesh: Mappi
         assigned.update(over)
         result.append(over)
     for a in _without(tuple(dict.fromkeys(left)), *assigned):
-        others = (d for d, axis in enumerate(axes) if axis is not None and axis_name(axis) not in ("layer", "vocab"))
-        if (d := next((d for d in others if divides(shape[d], (*result[d], a))), None)) is not None:
+        dims = (d for d, axis in enumerate(axes) if axis is not None and axis_name(axis) not in ("layer", "vocab"))
+        if (d := next((d for d in dims if divides(shape[d], (*result[d], a))), None)) is not None:
             result[d] = (*result[d], a)
     return result
 

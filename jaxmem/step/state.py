@@ -218,7 +218,17 @@ class StateSpec:
     def opt_axes(self) -> AxesTree:
         """The logical axes of every array of the optimizer state."""
         select = self.model.select
-        return optim.state_axes(self.optimizer, select(self._shapes.params), select(self.model.axes))
+        axes = optim.state_axes(self.optimizer, select(self._shapes.params), select(self.model.axes))
+
+        def accumulates(x: Tree) -> bool:
+            return isinstance(x, optax.MultiStepsState)
+
+        if any(map(accumulates, jax.tree.leaves(axes, is_leaf=accumulates))):
+            raise UserError(
+                "the argument optimizer is, or contains, optax.MultiSteps, which accumulates gradients; pass the"
+                " optimizer without it, and set batch.accumulate"
+            )
+        return axes
 
     def offloads(self, part: str) -> bool:
         """Whether this part of the state is in host memory between updates: `optimizer`, or `frozen` weights."""

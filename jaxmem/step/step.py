@@ -22,6 +22,7 @@ In order:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -57,7 +58,7 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
         key = jax.random.fold_in(spec.key, state.step)
         row_keys = jax.random.split(key, batch["mask"].shape[:2])
         rounding = jax.random.fold_in(key, _ROUNDING_KEY) if cfg.precision.stochastic_rounding else None
-        write = optim.Writer(rounding, spec.update_kernel)
+        write = partial(optim.apply_updates, key=rounding, kernel=spec.update_kernel)
         if cfg.memory.update == "during":
             params, opt_state, sums, squares = _update_during(spec, state, batch, row_keys, write)
             return TrainState(state.step + 1, params, opt_state), _metrics(spec, state, sums, squares)
@@ -171,7 +172,7 @@ def _update(
         # With the norm that the metrics have, XLA reads the gradients once for both; otherwise it would sum them again
         # while it clips them, and could not clip them in place.
         updates, opt_state = spec.trainable.updates(grads, state.opt_state, params, norm=norm)
-        return write(params, updates, spec.trainable.axes), opt_state
+        return write(params, updates, axes=spec.trainable.axes), opt_state
 
     if finite is None:
         new, opt_state = update(grads)

@@ -25,7 +25,6 @@ from jaxmem.quant.precision import Params
 from jaxmem.sharding.arrays import constrain, map_layers, row_major_if_gathered
 from jaxmem.sharding.gathering import stored_axes
 from jaxmem.sharding.host import fetch_from_host, is_on_host, put_layer, send_like, take_layer
-from jaxmem.sharding.layout import shard_count
 from jaxmem.sharding.table import Axes, Role, is_axes, is_stacked
 from jaxmem.sharding.trees import merge, select, single_weights
 from jaxmem.sharding.weights import Weight, is_encoded
@@ -89,21 +88,17 @@ class StackUpdate:
 
     def update_all(self, grads: Tree, weights: Tree) -> tuple[Tree, Tree]:
         """Returns the new stack and its new state. Each pipeline stage updates its own layers."""
-        stages = shard_count("weights", "layer")
-        if stages == 1 or self.layers % stages:  # a stack that is not divisible is outside of the pipeline: replicated
-            return self._update_layers(grads, self.before, weights, self.norm, jnp.zeros(1, jnp.int32))
         stored = stored_axes(self.group.axes, weights)
-        axes = self.group.axes, self.group.state_axes, stored, (), ("layer",)
-        update = map_layers(self._update_layers, axes, (stored, self.group.state_axes))
-        first = jnp.arange(stages, dtype=jnp.int32) * (self.layers // stages)
-        return update(grads, self.before, weights, self.norm, first)
+        axes = self.group.axes, self.group.state_axes, stored, ()
+        update = map_layers(self._update_layers, self.layers, axes, (stored, self.group.state_axes))
+        return update(grads, self.before, weights, self.norm)
 
     def _update_layers(
         self, grads: Tree, state: Tree, weights: Tree, norm: jax.Array | None, first: jax.Array
     ) -> tuple[Tree, Tree]:
         """Updates all layers of a pipeline stage, one after the other. The state of the next layer is copied from host
         memory while a layer is updated."""
-        stage = replace(self, before=state, norm=norm, first=first[0])
+        stage = replace(self, before=state, norm=norm, first=first)
         last = jax.tree.leaves(weights)[0].shape[0] - 1
 
         def step(layer: jax.Array, carry: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmem import optim
-from jaxmem.optim.rules import projection
+from jaxmem.optim.rules import apollo, projection
 from tests.optim import peer_optimizers as compare
 
 HERE = Path(__file__).parent
@@ -75,6 +75,6 @@ def test_galore_is_galore_torch_s(name, shape, monkeypatch):
 def test_apollo_is_apollo_torch_s(name, own, monkeypatch):
     """On the projection that it drew."""
     drawn = jnp.asarray(PEERS[f"apollo_projection_{own.get('rank', 1)}"])
-    monkeypatch.setattr(projection, "random_projection", lambda *_: drawn)
+    monkeypatch.setattr(apollo, "random_projection", lambda *_: drawn)
     ours = matrix(getattr(optim, name)(compare.RATE, weight_decay=0.0, **own))
     assert off(ours, PEERS[name]) < 1e-3

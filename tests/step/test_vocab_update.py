@@ -1,5 +1,7 @@
 """A table updated in slices is the table updated as a whole: whatever the rule, with its state, rounded alike."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,7 +64,7 @@ def test_an_update_in_slices_is_that_of_the_whole(name, own, precision, in_slice
     @jax.jit
     def sliced(params, state, grads, key):
         key = key if precision.stochastic_rounding else None
-        write, found = optim.Writer(key, kernel), []
+        write, found = partial(optim.apply_updates, key=key, kernel=kernel), []
         every = ParameterGroup(optimizer_for(AXES), AXES, axes_of_state, lambda _: None)
         for leaf, axes in AXES.items():
             dim = axes.index("vocab")

@@ -300,6 +300,12 @@ class Wrong(Transformer):
             r"inputs has shape .16, 16., not .16, 32.",
         ),
         ({"optimizer": {"beta1": 0.5}}, {"optimizer": optax.sgd(1e-2)}, "optimizer.beta1"),
+        (
+            {"precision": {"parameters": "bfloat16", "master": "remainder16"}},
+            {"optimizer": optax.adamw(1e-2)},
+            "remainder16.*supports optimizers of jaxmem.optim.*master=float32",
+        ),
+        ({}, {"optimizer": optax.MultiSteps(optax.adam(1e-2), 2)}, "MultiSteps.*set batch.accumulate"),
         ({"train": {"steps": 2, "evaluate_every": 1}}, {}, "held_out"),
     ],
 )

@@ -38,18 +38,19 @@ class Factored(MatrixRule):
         weights = (values * values, None)
         if "row" in state:
             rows, columns = context.spec.shape
-            row, column, every, before, weight = context.sums(
+            row_sums, column_sums, total, old_total, weight_total = context.sums(
                 (squares, 1), (squares, 0), (squares, None), (state["row"], 0), weights
             )
-            new = {"row": averaged(state["row"], row / columns), "column": averaged(state["column"], column / rows)}
+            row = averaged(state["row"], row_sums / columns)
+            new = {"row": row, "column": averaged(state["column"], column_sums / rows)}
             # The outer product of both sums contains the mean twice.
-            mean = averaged(before, every / columns) / rows
+            mean = averaged(old_total, total / columns) / rows
             u = g * jax.lax.rsqrt(new["row"] / mean)[:, None] * jax.lax.rsqrt(new["column"])[None, :]
         else:
             new = {"v": averaged(state["v"], squares)}
             u = g * jax.lax.rsqrt(new["v"])
-            (weight,) = context.sums(weights)
-        size = jnp.maximum(jnp.sqrt(weight / context.spec.size), LEAST_SIZE)
+            (weight_total,) = context.sums(weights)
+        size = jnp.maximum(jnp.sqrt(weight_total / context.spec.size), LEAST_SIZE)
         (update,) = context.sums((u * u, None))
         return u * (size / jnp.maximum(1.0, jnp.sqrt(update / context.spec.size) / MAX_RMS)), new
 

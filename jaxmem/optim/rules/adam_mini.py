@@ -29,9 +29,9 @@ class PerNeuron(MatrixRule):
 
     def update(self, g: jax.Array, state: State, context: UpdateContext, /) -> tuple[jax.Array, State]:
         g = g.astype(jnp.float32)
-        others = tuple(d for d in range(g.ndim) if d != self.neurons)
-        m, v = next_moments(self.settings, state["m"], state["v"], g, jnp.mean(g * g, axis=others))
-        return direction(self.settings, m, jnp.expand_dims(v, others), context.count), {"m": m, "v": v}
+        averaged_dims = tuple(d for d in range(g.ndim) if d != self.neurons)
+        m, v = next_moments(self.settings, state["m"], state["v"], g, jnp.mean(g * g, axis=averaged_dims))
+        return direction(self.settings, m, jnp.expand_dims(v, averaged_dims), context.count), {"m": m, "v": v}
 
 
 def scale_by_adam_mini(settings: AdamSettings = AdamSettings(), *, axes: AxesTree = None) -> Transformation:

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 
 from jaxmem.config.optimizers import ApolloMiniSettings, ApolloSettings
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
-from jaxmem.optim.rules import projection
 from jaxmem.optim.rules.plain import Adam, bias_correction, next_moments
-from jaxmem.optim.rules.projection import Side, is_projected, rank_of
+from jaxmem.optim.rules.projection import Side, projected_side, random_projection
 from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
 from jaxmem.typing import AxesTree
 
@@ -29,13 +28,8 @@ TINY = 1e-8  # avoids a division by zero
 @dataclass(frozen=True)
 class ScaledByProjection(MatrixRule):
     settings: ApolloMiniSettings
-    spec: ParameterSpec
-    rank: int
+    side: Side
     per_matrix: bool  # one scale for the matrix instead of one per row or column
-
-    @property
-    def side(self) -> Side:
-        return Side(self.spec, self.rank)
 
     def init(self, spec: ParameterSpec) -> State:
         low = self.side.projected_spec
@@ -48,7 +42,7 @@ class ScaledByProjection(MatrixRule):
         wide = g.astype(jnp.float32)
         side = self.side
         key = jax.random.fold_in(context.key, (context.count - 1) // self.settings.refresh_every)
-        low = side.project(projection.random_projection(key, *side.basis_shape), wide)
+        low = side.project(random_projection(key, *side.basis_shape), wide)
         m, v = next_moments(self.settings, state["m"], state["v"], low)
         squares = (
             _squares(m / (jnp.sqrt(v) + self.settings.epsilon), side.projected_dim),
@@ -143,9 +137,8 @@ def apollo_mini(
 
 
 def _rule_for(settings: ApolloMiniSettings, spec: ParameterSpec, rank: int | None, *, per_matrix: bool) -> MatrixRule:
-    if not is_projected(spec, rank, settings.project_embeddings):
-        return Adam(settings)
-    return ScaledByProjection(settings, spec, rank_of(spec, rank), per_matrix)
+    side = projected_side(spec, rank, settings.project_embeddings)
+    return Adam(settings) if side is None else ScaledByProjection(settings, side, per_matrix)
 
 
 def _squares(x: jax.Array, over: int) -> jax.Array:

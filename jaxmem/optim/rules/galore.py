@@ -27,7 +27,7 @@ from jaxmem.config.optimizers import GaLoreSettings, QGaLoreSettings
 from jaxmem.kernels.scopes import run_count
 from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, by_layer
 from jaxmem.optim.rules.plain import Adam
-from jaxmem.optim.rules.projection import Side, is_projected, rank_of
+from jaxmem.optim.rules.projection import Side, projected_side
 from jaxmem.optim.rules.quantized import ADAM8, blocks, quantized, zeros
 from jaxmem.optim.transformation import Rate, Transformation, with_learning_rate
 from jaxmem.quant import QTensor, quantize, values_of
@@ -44,20 +44,15 @@ TINY = 1e-30  # avoids a division by zero
 class GaLoreRule(MatrixRule):
     settings: GaLoreSettings
     inner_for: RuleFor
-    spec: ParameterSpec
-    rank: int
+    side: Side
     similarity: float | None = None  # Q-GaLore: least overlap of two bases for which the interval is doubled
-
-    @property
-    def side(self) -> Side:
-        return Side(self.spec, self.rank)
 
     def init(self, spec: ParameterSpec) -> State:
         basis = self.side.basis_spec
         low = self.side.projected_spec
         inner = self.inner_for(low).init(low)
         if self.similarity is None:
-            return {"basis": basis.zeros(dtype=self.spec.dtype), "inner": inner}
+            return {"basis": basis.zeros(dtype=spec.dtype), "inner": inner}
         axis, block = blocks(basis, BASIS_BLOCK)
         zero = spec.state_array(jnp.zeros((), jnp.int32), ())
         codes = basis.state_array(zeros(basis.shape, BASIS_FORMAT, block, axis))
@@ -98,7 +93,8 @@ class GaLoreRule(MatrixRule):
         squares = lambda x: jnp.sum(jnp.square(x.astype(jnp.float32)), axis=self.side.projected_dim, keepdims=True)  # noqa: E731
         inside = squares(low)
         # The basis is orthonormal: the squared norm outside is the squared norm of g minus that of the projection.
-        outside = (squares(g) - inside) * (self.rank / (self.spec.shape[self.side.projected_dim] - self.rank))
+        rank = self.side.rank
+        outside = (squares(g) - inside) * (rank / (g.shape[self.side.projected_dim] - rank))
         return jnp.sqrt(squares(direction) / jnp.maximum(jnp.maximum(inside, outside), TINY))
 
     def _refresh(self, g: jax.Array, basis_state: State, context: UpdateContext, key: jax.Array) -> State:
@@ -107,11 +103,11 @@ class GaLoreRule(MatrixRule):
         if self.similarity is None:
             return {"basis": new.astype(basis_state["basis"].dtype)}
         q: QTensor = basis_state["basis"]
-        same = jnp.sum(jnp.square(old.T @ new)) / self.rank >= self.similarity
+        is_similar = jnp.sum(jnp.square(old.T @ new)) / self.side.rank >= self.similarity
         every = self.settings.refresh_every
         # The first intervals differ between layers, so that layers are never refreshed in the same update.
         stagger = jnp.where(basis_state["due"] == 0, context.layer * every // context.layers, 0)
-        doublings = basis_state["doublings"] + same.astype(jnp.int32)
+        doublings = basis_state["doublings"] + is_similar.astype(jnp.int32)
         return {
             "basis": quantize(new, q.format, q.block_size, q.axis),
             "due": context.count - 1 + (every << doublings) + stagger,
@@ -241,6 +237,5 @@ def qgalore(
 def _rule_for(
     settings: GaLoreSettings, spec: ParameterSpec, inner: RuleFor, similarity: float | None = None
 ) -> MatrixRule:
-    if not is_projected(spec, settings.rank, settings.project_embeddings):
-        return inner(spec)
-    return GaLoreRule(settings, inner, spec, rank_of(spec, settings.rank), similarity)
+    side = projected_side(spec, settings.rank, settings.project_embeddings)
+    return inner(spec) if side is None else GaLoreRule(settings, inner, side, similarity)

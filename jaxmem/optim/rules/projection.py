@@ -76,15 +76,13 @@ class Side:
         return constrain(x, *(if_even(a) if a == PROJECTED else a for a in spec.axes), role="optimizer")
 
 
-def rank_of(spec: ParameterSpec, rank: int | None) -> int:
-    return max(1, min(spec.shape) // 4) if rank is None else rank
-
-
-def is_projected(spec: ParameterSpec, rank: int | None, project_embeddings: bool) -> bool:
-    """Whether a matrix is projected: the rank is below its smaller dimension, and it is a hidden matrix or
-    `project_embeddings` is set."""
-    is_selected = spec.is_hidden_matrix or (spec.is_matrix and project_embeddings)
-    return is_selected and rank_of(spec, rank) < min(spec.shape)
+def projected_side(spec: ParameterSpec, rank: int | None, project_embeddings: bool) -> Side | None:
+    """The side of a hidden matrix (with `project_embeddings`, of any matrix) that is projected. None for other weights,
+    and if the rank (default: a quarter of the smaller dimension) is not below the smaller dimension."""
+    if not (spec.is_hidden_matrix or (spec.is_matrix and project_embeddings)):
+        return None
+    rank = max(1, min(spec.shape) // 4) if rank is None else rank
+    return Side(spec, rank) if rank < min(spec.shape) else None
 
 
 def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
