@@ -61,13 +61,13 @@ def check_arguments(
     lines = list(like.shape)
     lines[blocks.along] = size // blocks.size
     arrays = {}
-    for name_, (x, dtype) in numbers.items():
-        arrays[name_] = checks.array(name_, x, None, (dtype,))
-        checks.require(x.shape == like.shape, f"{name_} has shape {x.shape}; it should be {name}'s, {like.shape}")
-    for name_, (x, dtype) in scales.items():
-        arrays[name_] = checks.array(name_, x, None, (dtype,))
-        message = f"{name_} has shape {x.shape}; with blocks of {blocks.size} it should be {tuple(lines)}"
-        checks.require(x.shape == tuple(lines), message)
+    for named_arrays, shape, text in (
+        (numbers, like.shape, f"it should be {name}'s, {like.shape}"),
+        (scales, tuple(lines), f"with blocks of {blocks.size} it should be {tuple(lines)}"),
+    ):
+        for array_name, (x, dtype) in named_arrays.items():
+            arrays[array_name] = checks.array(array_name, x, None, (dtype,))
+            checks.require(x.shape == shape, f"{array_name} has shape {x.shape}; {text}")
     return like, arrays, blocks
 
 
