@@ -145,8 +145,8 @@ def _visit_forward(problem: Problem, q: Queries, k: Keys, v: Keys) -> tuple[Quer
     def visit(i: Index, j: Index, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         before = tuple(_slice(x, i, block_q, 3) for x in state)
         tile = Tile(i, block_q, j, block_k)
-        some = _slice(q, i, block_q, 3), _slice(k, j, block_k, 2), _slice(v, j, block_k, 2)
-        after = _tile_forward(problem, tile, *some, before)
+        blocks = _slice(q, i, block_q, 3), _slice(k, j, block_k, 2), _slice(v, j, block_k, 2)
+        after = _tile_forward(problem, tile, *blocks, before)
         return tuple(_put(x, part, i, 3) for x, part in zip(state, after, strict=True))
 
     rows = q.shape[:-1]

@@ -3,12 +3,10 @@
     python scripts/bench/quantization.py formats                # bits, error, speed on normal values
     jaxmem train configs/quality.yaml
     python scripts/bench/quantization.py run runs/quality
-    python scripts/bench/quantization.py run runs/quality --embeddings nf4
     python scripts/bench/quantization.py draw                   # the recorded rows of a run
 
 `run`: the held-out loss of a run whose matrices are quantized after training, in blocks of 64 along their inputs.
-`--embeddings`: with only the embedding and output matrices quantized, and with only the layers. `--write`: also records
-the rows in docs/benchmarks, and draws docs/bits-curve.png.
+`--write`: also records the rows in docs/benchmarks, and draws docs/bits-curve.png.
 """
 
 import argparse
@@ -16,7 +14,6 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -78,33 +75,14 @@ def losses(run: str) -> Iterator[Row]:
             yield {"format": form, "bits per weight": bits, "loss": loss, "above float32": loss - trained}
 
 
-def by_part(run: str, form: str) -> Iterator[Row]:
-    """The loss above float32 with only the embedding and output matrices quantized, and with only the layers."""
-    program, params = open_run(run)
-
-    def quantized(name: str, part: Any) -> Any:
-        axis = -1 if name == "embedding" else -2  # the blocks of an embedding are along its rows
-        return jax.tree.map(lambda x: rounded(x, form, axis), part)
-
-    with Evaluator(program) as held_out:
-        trained = held_out(params, BATCHES)["loss"]
-        for part, is_layers in (("embedding and output", False), ("layers", True)):
-            some = {name: quantized(name, x) if (name == "blocks") is is_layers else x for name, x in params.items()}
-            yield {f"in {form}": part, "above float32": held_out(some, BATCHES)["loss"] - trained}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["formats", "run", "draw"])
     parser.add_argument("run", nargs="?", default="runs/quality", help="the directory of a run")
     parser.add_argument("--write", action="store_true", help="record the rows in docs/benchmarks, and draw the figure")
-    parser.add_argument("--embeddings", metavar="FORMAT", help="quantize embedding and output matrices, or layers")
     args = parser.parse_args()
     if args.what == "draw":
         draw_losses(json.loads(RECORDS["run"].read_text())["rows"], FIGURE)
-        return
-    if args.embeddings:
-        print(Table("", list(by_part(args.run, args.embeddings))).markdown())
         return
     rows = list(formats() if args.what == "formats" else losses(args.run))
     print(Table("", rows).markdown())

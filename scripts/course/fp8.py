@@ -87,7 +87,7 @@ def errors(x: jax.Array, w: jax.Array, g: jax.Array, scaling: Scaling | None) ->
         x, w, g = (a.astype(jnp.bfloat16).astype(jnp.float32) for a in (x, w, g))
     y, backward = jax.vjp(lambda x, w: matmul(x, w, scaling), x, w)
     computed = (y, *backward(g))
-    return {name: relative(mine, true) for name, mine, true in zip(RESULTS, computed, exact, strict=True)}
+    return {name: relative(result, true) for name, result, true in zip(RESULTS, computed, exact, strict=True)}
 
 
 def error_beside(factor: float, name: str) -> float:
@@ -108,9 +108,9 @@ def _integer_product(x: jax.Array, w: jax.Array) -> jax.Array:
     return rounded(x) @ rounded(w)
 
 
-def relative(mine: jax.Array, exact: np.ndarray) -> float:
+def relative(result: jax.Array, exact: np.ndarray) -> float:
     """The norm of the error, relative to that of the exact values."""
-    return float(np.linalg.norm(_wide(mine) - exact) / np.linalg.norm(exact))
+    return float(np.linalg.norm(_wide(result) - exact) / np.linalg.norm(exact))
 
 
 def _wide(a: jax.Array) -> np.ndarray:
