@@ -40,7 +40,6 @@ ROWS = Path(__file__).with_suffix(".yaml")
 PAGE = ROOT / "docs/accuracy.md"
 BEGIN, END = "<!-- begin: python scripts/bench/published.py --write -->", "<!-- end -->"
 PROGRAMS = {"xla": "Programs compiled by XLA", "pytorch": "PyTorch programs"}
-CAPTION = "planned over published, with the diagonal and 10 % to both sides"
 HEADER = "# Published seconds relative to planned ones, by kind of target; written by scripts/bench/published.py.\n"
 TOLERANCE = 0.1  # relative difference above which a row says why
 
@@ -221,7 +220,8 @@ def write(rows: Sequence[Published], results: Sequence[Mapping[str, Any]]) -> No
         panels.append(Comparison(title, points))
     picture = PAGE.with_suffix(".png")
     draw(picture, panels)
-    image = f"![{CAPTION}]({picture.name})<!-- figure {digest_of(picture)} -->"
+    caption = "planned over published, with the diagonal and 10 % to both sides"
+    image = f"![{caption}]({picture.name})<!-- figure {digest_of(picture)} -->"
     before, tail = PAGE.read_text(encoding="utf-8").split(BEGIN)
     after = tail.split(END)[1]
     PAGE.write_text(f"{before}{BEGIN}\n\n{image}\n\n{report(rows, results)}\n{END}{after}", encoding="utf-8")

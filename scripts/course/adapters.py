@@ -24,7 +24,7 @@ from jaxmem.inference.load import open_model
 from jaxmem.models.losses import cross_entropy
 from jaxmem.typing import JsonDict, Tree
 from scripts.course import Findings, main
-from scripts.course.common import CONFIGS, rows_of, train_all
+from scripts.course.common import CONFIGS, Outcome, rows_of, train_all
 from scripts.course.panels import Bars, LinePlot
 from scripts.course.table import Row, Table
 
@@ -72,25 +72,24 @@ def _fine_tune() -> tuple[dict[str, float], list[Row]]:
         data = {"source": "text", "path": str(texts), "sequence_length": 64, "held_out": 0.05}
         train_all({"base": BASE}, keep=base)
         before = {
-            name: _loss(base, {**data, "packing": is_packed})
-            for name, is_packed in (("packed", True), ("not packed", False))
+            "packed": _loss(base, {**data, "packing": True}),
+            "not packed": _loss(base, {**data, "packing": False}),
         }
         config = {**BASE, "data": data, "adapter": {"base_run": base}, "train": {"steps": STEPS}}
         outcomes = train_all(dict.fromkeys(KINDS, config), KINDS)
-    rows: list[Row] = []
-    for name, (plan, held_out) in outcomes.items():
-        parts = plan["bytes_per_device"]
-        rows.append(
-            {
-                "trainable": name,
-                "parameters": plan["model"]["trainable"],
-                "state, MiB": (parts["optimizer"] + parts["master"]) / 2**20,
-                "gradients, activations, MiB": sum(parts[of] for of in ("gradients", "activations", "other")) / 2**20,
-                "loss": held_out["loss"],
-                "config": " ".join(KINDS[name]),
-            }
-        )
-    return before, rows
+    return before, [_row(name, outcome) for name, outcome in outcomes.items()]
+
+
+def _row(name: str, outcome: Outcome) -> Row:
+    parts = outcome.plan["bytes_per_device"]
+    return {
+        "trainable": name,
+        "parameters": outcome.plan["model"]["trainable"],
+        "state, MiB": (parts["optimizer"] + parts["master"]) / 2**20,
+        "gradients, activations, MiB": sum(parts[of] for of in ("gradients", "activations", "other")) / 2**20,
+        "loss": outcome.held_out["loss"],
+        "config": " ".join(KINDS[name]),
+    }
 
 
 def _loss(run: str, data: JsonDict) -> float:

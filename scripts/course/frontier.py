@@ -43,7 +43,6 @@ def _fields(width: int, layers: int) -> dict[str, int]:
 
 
 def _parameters(width: int, layers: int) -> int:
-    """The number of parameters of a shape."""
     shape = _fields(width, layers)
     attention = 2 * width * (width + shape["kv_heads"] * HEAD)
     norms = 2 * layers + 1

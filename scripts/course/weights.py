@@ -34,20 +34,21 @@ def measure(record: int) -> Findings:
     by_block: dict[str, list[tuple[float, float]]] = {
         name: list(zip(BLOCKS, errors, strict=True)) for name, errors in data["errors"].items() if len(errors) > 1
     }
-    outlier, scales = data["outlier"], data["scales"]
+    outlier = data["outlier"]
+    formats = [
+        {"format": name, "relative error": errors[BLOCKS.index(BLOCK)] if len(errors) > 1 else errors[0]}
+        for name, errors in data["errors"].items()
+    ]
     codes = {name: [(value, level) for value in code_values(name)] for level, name in enumerate(FORMS[1:])}
     values = {name: list(enumerate(outlier[name])) for name in ("weights", "as nf4")}
     facts = {**data["facts"], "nf4": by_block["nf4"][2][1], "int4": by_block["int4"][2][1], **outlier}
     return Findings(
         [
-            Table(f"Scales of blocks of {BLOCK}, nf4: random numbers and weights", scales),
+            Table(f"Scales of blocks of {BLOCK}, nf4: random numbers and weights", data["scales"]),
             Table(
                 "A block with an outlier, nf4: relative error of the values that are not the outlier", outlier["rows"]
             ),
-            Table(
-                f"Relative error with blocks of {BLOCK} (mxfp4: 32)",
-                [_error_row(name, data["errors"][name]) for name in FORMS],
-            ),
+            Table(f"Relative error with blocks of {BLOCK} (mxfp4: 32)", formats),
         ],
         facts,
         [
@@ -58,10 +59,6 @@ def measure(record: int) -> Findings:
         ],
         (6, 6),
     )
-
-
-def _error_row(name: str, errors: list[float]) -> Row:
-    return {"format": name, "relative error": errors[BLOCKS.index(BLOCK)] if len(errors) > 1 else errors[0]}
 
 
 def code_values(name: str) -> list[float]:
