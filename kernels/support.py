@@ -19,6 +19,7 @@ from .validation import FLOATS
 if TYPE_CHECKING:
     from .fused_attention.arguments import Extras, Options
 
+MISSING_TRITON = "the triton implementation requires jax-triton; run pip install 'jaxmem[cuda13]'"
 SIXTEEN_BIT = ("bfloat16", "float16")
 MAX_WORKSPACE = 4 * 2**30  # bytes that cuDNN may allocate for packed sequences; kernels without workspace are as fast
 # Parts of the names of devices that are not installed (`jaxmem.planning.targets`); "A10" is a part of "A100".
@@ -44,7 +45,7 @@ def triton_refusal(capability: int | None) -> str | None:
     if capability < 80:
         return f"compute capability is {capability / 10}; the triton implementation needs 8.0 or newer"
     if importlib.util.find_spec("jax_triton") is None:
-        return "the triton implementation requires jax-triton; run pip install 'jaxmem[cuda13]'"
+        return MISSING_TRITON
     return None
 
 
@@ -147,7 +148,7 @@ def _cudnn(call: Request, capability: int | None) -> Limits:
     yield (
         size > MAX_WORKSPACE,
         f"q has {call.queries} positions",
-        (f"needs {size / 2**30:.1f} GiB for {call.max_segments} segments of that length"),
+        f"needs {size / 2**30:.1f} GiB for {call.max_segments} segments of that length",
     )
     yield call.keys_have_own, "kv_segment_ids is set", "supports the ids of the queries only"
 

@@ -7,7 +7,7 @@ Tests set `INTERPRETER`, which runs the programs on a CPU.
 
 import dataclasses
 import functools
-import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import partial_eval
 
-from .support import capability
+from .support import MISSING_TRITON, capability
 
 # Largest shared memory of a block in bytes, by compute capability (CUDA programming guide).
 SHARED_MEMORY_BYTES = {"8.0": 166912, "8.6": 101376, "8.9": 101376, "9.0": 232448, "10.0": 232448, "12.0": 101376}
@@ -33,16 +33,10 @@ def _refuse(*_: Any) -> Any:
 
 
 def load_programs(module: str) -> Any:
-    """A module `...<operation>.triton_programs`; ValueError if Triton or jax-triton is not installed."""
-    try:
-        importlib.import_module("jax_triton")
-        return importlib.import_module(module)
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] not in ("triton", "jax_triton"):
-            raise
-        operation = module.split(".")[-2]
-        text = f"{operation}: the triton implementation requires jax-triton; run pip install 'jaxmem[cuda13]'"
-        raise ValueError(text) from error
+    """A module `...<operation>.triton_programs`; ValueError if jax-triton is not installed."""
+    if importlib.util.find_spec("jax_triton") is None:
+        raise ValueError(f"{module.split('.')[-2]}: {MISSING_TRITON}")
+    return importlib.import_module(module)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,8 +5,11 @@ values that Python accepts as an index (an int, a numpy integer, an array withou
 `float` accepts. Strings, bools and traced values are neither. A wrong argument raises ValueError with one line: the
 operation, the argument, its value, and what is allowed."""
 
+import difflib
+import importlib
 import math
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +71,17 @@ class Validator:
     def flag(self, name: str, value: Any) -> bool:
         self.require(isinstance(value, bool | np.bool_), f"{name} is {describe(value)}; it should be True or False")
         return bool(value)
+
+    def implementation(self, name: Any, implementations: Mapping[str, Any], arrays: tuple[Tree, ...]) -> Any:
+        """The named implementation of a call with these arrays. `implementations`: {name: module, or the name of a
+        module that is imported now}."""
+        text = f"implementation is {describe(name)}; it should be one of {', '.join(sorted(implementations))}"
+        self.require(isinstance(name, str), text)
+        near = difflib.get_close_matches(name, implementations, n=1, cutoff=0.0)[0]
+        self.require(name in implementations, f"{text}, nearest {near}")
+        self.unsharded(name, arrays)
+        module = implementations[name]
+        return importlib.import_module(module) if isinstance(module, str) else module
 
     def unsharded(self, implementation: str, arrays: tuple[Tree, ...]) -> None:
         """ValueError if the argument of a kernel is a sharded array. The sharding of a traced array is known only with

@@ -130,15 +130,15 @@ def pages() -> dict[str, str]:
 
 
 def main(*arguments: str) -> int:
-    made = pages()
-    stale = [name for name, text in made.items() if (DOCS / name).read_text(encoding="utf-8") != text]
+    texts = pages()
+    stale = [name for name, text in texts.items() if (DOCS / name).read_text(encoding="utf-8") != text]
     if arguments == ("--check",):
         for name in stale:
             file = (DOCS / name).resolve().relative_to(DOCS.parent)
             print(f"{file} is out of date; run python scripts/config_reference.py")
         return int(bool(stale))
     for name in stale:
-        (DOCS / name).write_text(made[name], encoding="utf-8")
+        (DOCS / name).write_text(texts[name], encoding="utf-8")
     return 0
 
 

@@ -8,10 +8,9 @@ from typing import Any, Unpack
 
 from jax.typing import ArrayLike
 
-from jaxmem.kernels.operation import Operation
 from jaxmem.kernels.support import Request, attention_refusal, capability
 
-from .arguments import AttentionOptions, QueryHeads, check_arguments
+from .arguments import CHECKS, AttentionOptions, QueryHeads, check_arguments
 from .derivative import Implementation
 
 IMPLEMENTATIONS: dict[str, Any] = {name: f"{__name__}.{name}" for name in ("blockwise", "cudnn", "reference", "triton")}
@@ -54,9 +53,8 @@ def attention(
     kv_segment_ids = options.get("kv_segment_ids")
     keys_have_own = kv_segment_ids is not None and kv_segment_ids is not options.get("segment_ids")
     request = Request.of(*arrays[:2], checked, extras, keys_have_own=keys_have_own)
-    return Operation("attention", IMPLEMENTATIONS, "blockwise").run(
-        implementation,
-        lambda module: Implementation(module).attend(*arrays, checked, extras),
-        (arrays, extras),
-        lambda name: attention_refusal(name, request, capability()),
-    )
+    name = "blockwise" if implementation is None else implementation
+    module = CHECKS.implementation(name, IMPLEMENTATIONS, (arrays, extras))
+    refusal = attention_refusal(name, request, capability())
+    CHECKS.require(refusal is None, refusal or "")
+    return Implementation(module).attend(*arrays, checked, extras)

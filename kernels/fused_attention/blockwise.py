@@ -13,6 +13,8 @@ Queries are grouped by the key head that they share, [batch, kv_heads, group, qu
 kv_heads, keys, dim]. The queries of a group are rows of one matmul, so grouped-query attention copies nothing.
 """
 
+from __future__ import annotations
+
 import functools
 import operator
 from collections.abc import Callable
@@ -29,10 +31,10 @@ from .arguments import Extras, KeyHeads, LogSumExp, Options, QueryHeads, Residua
 from .flash import block_ranges
 
 Queries = Float[Array, "batch kv_heads group queries dim"]
-Outputs = Float[Array, "batch queries kv_heads group dim"]
 Keys = Float[Array, "batch kv_heads keys dim"]
 KeysTransposed = Float[Array, "batch kv_heads dim keys"]
 Rows = Float[Array, "batch kv_heads group queries"]
+Tile = tuple[Index, Index]  # the indices of its first query and of its first key
 
 # A loop runs over tiles of at most this many queries and keys, so the program does not grow with the sequence. With
 # smaller tiles more of a causal mask is skipped: on a CPU, a sequence of 256 takes a third of the time with tiles of
@@ -41,33 +43,62 @@ BLOCK, SHORT_BLOCK = 256, 128
 SHORT = 2048  # positions up to which SHORT_BLOCK is faster
 
 
-class Tile(NamedTuple):
-    """The indices of the first query and key, which are traced, and the counts of queries and keys."""
-
-    query: Any
-    queries: int
-    key: Any
-    keys: int
-
-
 class Problem(NamedTuple):
-    """The properties of a call that its tiles share."""
+    """The properties of a call that its tiles share. Segment ids are padded to complete blocks."""
 
     options: Options
     extras: Extras
     queries: int
     keys: int
+    block_q: int  # queries and keys of a tile
+    block_k: int
+
+    @classmethod
+    def of(cls, q: QueryHeads, k: KeyHeads, options: Options, extras: Extras) -> Problem:
+        block_q = _block(q.shape[1])
+        block_k = _block(k.shape[1])
+        if extras.segment_ids is not None and extras.kv_segment_ids is not None:
+            ids = _padded(extras.segment_ids, 1, block_q)
+            kv_ids = _padded(extras.kv_segment_ids, 1, block_k)
+            extras = extras._replace(segment_ids=ids, kv_segment_ids=kv_ids)
+        return cls(options, extras, q.shape[1], k.shape[1], block_q, block_k)
 
     @property
     def offset(self) -> int:
         """Query q is at the position of key q + offset."""
         return self.keys - self.queries
 
+    def by_query(self, q: QueryHeads, kv_heads: int) -> Float[Array, "batch kv_heads group padded dim"]:
+        """Queries in groups, padded to complete blocks."""
+        grouped = q.reshape(*q.shape[:2], kv_heads, q.shape[2] // kv_heads, q.shape[3]).transpose(0, 2, 3, 1, 4)
+        return _padded(grouped, 3, self.block_q)
+
+    def by_key(self, k: KeyHeads) -> Float[Array, "batch kv_heads padded dim"]:
+        """Keys or values, padded to complete blocks."""
+        return _padded(k.transpose(0, 2, 1, 3), 2, self.block_k)
+
 
 def attend(q: QueryHeads, k: KeyHeads, v: KeyHeads, options: Options, extras: Extras) -> tuple[QueryHeads, LogSumExp]:
     """Output and log-sum-exp."""
-    problem = Problem(options, extras, q.shape[1], k.shape[1])
-    out, lse = _visit_forward(problem, _grouped(q, k.shape[2]), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
+    problem = Problem.of(q, k, options, extras)
+    queries = problem.by_query(q, k.shape[2])
+    keys = problem.by_key(k)
+    values = problem.by_key(v)
+    block_q, block_k = problem.block_q, problem.block_k
+
+    def visit(i: Index, j: Index, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        before = tuple(_slice(x, i, block_q, 3) for x in state)
+        blocks = _slice(queries, i, block_q, 3), _slice(keys, j, block_k, 2), _slice(values, j, block_k, 2)
+        after = _tile_forward(problem, (i, j), *blocks, before)
+        return tuple(_put(x, part, i, 3) for x, part in zip(state, after, strict=True))
+
+    rows = queries.shape[:-1]
+    start = jnp.zeros(queries.shape, jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
+    mixed, top, total = _visit_tiles(problem, visit, start)
+    seen = total > 0.0
+    total = jnp.where(seen, total, 1.0)
+    out = (mixed / total[..., None]).astype(q.dtype)[..., : problem.queries, :]
+    lse = jnp.where(seen, top + jnp.log(total), -jnp.inf)[..., : problem.queries]
     return out.transpose(0, 3, 1, 2, 4).reshape(q.shape), lse.reshape(q.shape[0], q.shape[2], q.shape[1])
 
 
@@ -76,21 +107,48 @@ def gradients(
 ) -> tuple[QueryHeads, KeyHeads, KeyHeads]:
     q, k, v, out, lse = saved
     kv_heads = k.shape[2]
-    problem = Problem(options, extras, q.shape[1], k.shape[1])
-    arrays = _grouped(q, kv_heads), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), _grouped(d_out, kv_heads)
+    problem = Problem.of(q, k, options, extras)
+    block_q, block_k = problem.block_q, problem.block_k
     # d(loss)/d(score) = p (dp - inner), where inner is the dot product of output and cotangent of a row. The log-sum-
     # exp of a row without keys, -inf, is replaced by 0, so that p = exp(-inf) = 0.
     # The sum is a matmul with ones, because a sum of so few numbers takes 15 times as long with XLA:CPU of jax 0.10.
     both = out.astype(jnp.float32) * d_out.astype(jnp.float32)
     ones = jnp.ones(out.shape[-1:], jnp.float32)
     inner = jnp.matmul(both, ones, precision=jax.lax.Precision.HIGHEST).swapaxes(1, 2)
-    rows = (x.reshape(x.shape[0], kv_heads, -1, x.shape[2]) for x in (jnp.where(jnp.isneginf(lse), 0.0, lse), inner))
-    dq, dk, dv = _visit_backward(problem, *arrays, *rows)
-    return dq.transpose(0, 3, 1, 2, 4).reshape(q.shape), dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
+    lse, inner = (
+        _padded(x.reshape(x.shape[0], kv_heads, -1, x.shape[2]), 3, block_q)
+        for x in (jnp.where(jnp.isneginf(lse), 0.0, lse), inner)
+    )
+    queries = problem.by_query(q, kv_heads)
+    cotangents = problem.by_query(d_out, kv_heads)
+    keys = problem.by_key(k)
+    values = problem.by_key(v)
+    keys_transposed = jnp.swapaxes(keys, 2, 3)
 
+    def visit(j: Index, i: Index, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        rows = _slice(cotangents, i, block_q, 3), _slice(lse, i, block_q, 3), _slice(inner, i, block_q, 3)
+        blocks = (
+            _slice(queries, i, block_q, 3),
+            _slice(keys, j, block_k, 2),
+            _slice(keys_transposed, j, block_k, 3),
+            _slice(values, j, block_k, 2),
+        )
+        parts = _tile_backward(problem, (i, j), *blocks, rows)
+        places = (i, block_q, 4), (j, block_k, 2), (j, block_k, 2)
+        return tuple(
+            _put(x, _slice(x, start, length, dim) + part, start, dim)
+            for x, part, (start, length, dim) in zip(state, parts, places, strict=True)
+        )
 
-def _grouped(q: jax.Array, kv_heads: int) -> Queries:
-    return q.reshape(*q.shape[:2], kv_heads, q.shape[2] // kv_heads, q.shape[3]).transpose(0, 2, 3, 1, 4)
+    batch, heads, groups, length, dim = queries.shape
+    start = (
+        jnp.zeros((batch, heads, dim, groups, length), jnp.float32),
+        jnp.zeros(keys.shape, jnp.float32),
+        jnp.zeros(values.shape, jnp.float32),
+    )
+    dq, dk, dv = _visit_tiles(problem, visit, start, by_keys=True)
+    dq = dq[..., : problem.queries].transpose(0, 4, 1, 3, 2).reshape(q.shape)
+    return dq, *(x[:, :, : problem.keys].transpose(0, 2, 1, 3) for x in (dk, dv))
 
 
 def _block(length: int) -> int:
@@ -99,12 +157,11 @@ def _block(length: int) -> int:
     return min(length, 8 * -(-length // (8 * count)))
 
 
-def _visit_tiles(
-    problem: Problem, blocks: tuple[int, int], visit: Callable[..., Any], state: Tree, *, by_keys: bool = False
-) -> Tree:
+def _visit_tiles(problem: Problem, visit: Callable[..., Any], state: Tree, *, by_keys: bool = False) -> Tree:
     """Calls `visit(first, other, state)` for every tile that is not completely masked. `first` is the start of a block
     of queries and `other` the start of a block of keys; with `by_keys` it is the reverse. The loop carries the
     positions, since a table of all tiles would grow with the square of the sequence."""
+    blocks = problem.block_q, problem.block_k
     size, step = blocks[::-1] if by_keys else blocks
     ranges = block_ranges(problem.options, problem.queries, problem.keys, blocks, by_keys=by_keys)
     lines = np.stack([size * np.arange(len(ranges), dtype=np.int32), step * ranges[:, 0], step * ranges[:, 3]], axis=1)
@@ -135,66 +192,6 @@ def _slice(x: jax.Array, start: Index, length: int, dim: int) -> jax.Array:
 
 def _put(x: jax.Array, part: jax.Array, start: Index, dim: int) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(x, part, start, dim)
-
-
-def _visit_forward(problem: Problem, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Rows]:
-    block_q = _block(problem.queries)
-    block_k = _block(problem.keys)
-    problem, (q, k, v) = _fitted(problem, block_q, block_k, q, k, v)
-
-    def visit(i: Index, j: Index, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        before = tuple(_slice(x, i, block_q, 3) for x in state)
-        tile = Tile(i, block_q, j, block_k)
-        some = _slice(q, i, block_q, 3), _slice(k, j, block_k, 2), _slice(v, j, block_k, 2)
-        after = _tile_forward(problem, tile, *some, before)
-        return tuple(_put(x, part, i, 3) for x, part in zip(state, after, strict=True))
-
-    rows = q.shape[:-1]
-    start = jnp.zeros(q.shape, jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
-    out, lse = _finished(q, *_visit_tiles(problem, (block_q, block_k), visit, start))
-    return out[..., : problem.queries, :], lse[..., : problem.queries]
-
-
-def _visit_backward(
-    problem: Problem, q: Queries, k: Keys, v: Keys, d_out: Queries, lse: Rows, inner: Rows
-) -> tuple[Tree, ...]:
-    block_q = _block(problem.queries)
-    block_k = _block(problem.keys)
-    problem, (q, k, v) = _fitted(problem, block_q, block_k, q, k, v)
-    d_out, lse, inner = (_padded(x, 3, block_q) for x in (d_out, lse, inner))
-    k_transposed = jnp.swapaxes(k, 2, 3)
-
-    def visit(j: Index, i: Index, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        tile = Tile(i, block_q, j, block_k)
-        rows = _slice(d_out, i, block_q, 3), _slice(lse, i, block_q, 3), _slice(inner, i, block_q, 3)
-        keys_and_values = _slice(k, j, block_k, 2), _slice(k_transposed, j, block_k, 3), _slice(v, j, block_k, 2)
-        parts = _tile_backward(problem, tile, _slice(q, i, block_q, 3), *keys_and_values, rows)
-        places = (i, block_q, 4), (j, block_k, 2), (j, block_k, 2)
-        return tuple(
-            _put(x, _slice(x, start, length, dim) + part, start, dim)
-            for x, part, (start, length, dim) in zip(state, parts, places, strict=True)
-        )
-
-    batch, heads, groups, queries, dim = q.shape
-    start = (
-        jnp.zeros((batch, heads, dim, groups, queries), jnp.float32),
-        jnp.zeros(k.shape, jnp.float32),
-        jnp.zeros(v.shape, jnp.float32),
-    )
-    dq, dk, dv = _visit_tiles(problem, (block_q, block_k), visit, start, by_keys=True)
-    return dq.transpose(0, 1, 3, 4, 2)[:, :, :, : problem.queries], dk[:, :, : problem.keys], dv[:, :, : problem.keys]
-
-
-def _fitted(
-    problem: Problem, block_q: int, block_k: int, q: jax.Array, k: jax.Array, v: jax.Array
-) -> tuple[Problem, tuple[jax.Array, jax.Array, jax.Array]]:
-    """Arrays and segment ids, padded to complete blocks; the problem keeps the original lengths."""
-    mine, theirs = problem.extras[:2]
-    if mine is not None and theirs is not None:
-        mine = _padded(mine, 1, block_q)
-        theirs = _padded(theirs, 1, block_k)
-    problem = problem._replace(extras=problem.extras._replace(segment_ids=mine, kv_segment_ids=theirs))
-    return problem, (_padded(q, 3, block_q), _padded(k, 2, block_k), _padded(v, 2, block_k))
 
 
 # ---------------------------------------------------------------- one tile
@@ -234,17 +231,10 @@ def _tile_forward(problem: Problem, tile: Tile, q: Queries, k: Keys, v: Keys, be
     finite = jnp.where(jnp.isneginf(top), 0.0, top)  # a row without visible keys so far has -inf
     p = jnp.exp(s - finite[..., None])
     total = jnp.sum(p, axis=-1)
-    p = p.astype(v.dtype).reshape(*q.shape[:2], -1, tile.keys)
+    p = p.astype(v.dtype).reshape(*q.shape[:2], -1, problem.block_k)
     mixed = jnp.einsum("bnqk,bnkd->bnqd", p, v, preferred_element_type=jnp.float32).reshape(q.shape)
     shrink = jnp.exp(before[1] - finite)
     return mixed + before[0] * shrink[..., None], top, total + before[2] * shrink
-
-
-def _finished(like: jax.Array, mixed: jax.Array, top: Rows, total: Rows) -> tuple[Queries, Rows]:
-    seen = total > 0.0
-    out = mixed / jnp.where(seen, total, 1.0)[..., None]
-    lse = jnp.where(seen, top + jnp.log(jnp.where(seen, total, 1.0)), -jnp.inf)
-    return out.astype(like.dtype), lse
 
 
 def _tile_backward(
@@ -261,7 +251,7 @@ def _tile_backward(
     cotangent, the log-sum-exp and `inner` (`flash.backward_rows`) of each row."""
     d_out, lse, inner = rows
     batch, heads, groups, queries, dim = q.shape
-    shape = (batch, heads, tile.keys, groups * queries)
+    shape = (batch, heads, problem.block_k, groups * queries)
     s, slope = _scores(problem, q, k, tile, by_keys=True)
     p = jnp.exp(s - lse[:, :, None])
     merged = _merge_groups(d_out)
@@ -284,15 +274,18 @@ def _seen(problem: Problem, tile: Tile, *, by_keys: bool) -> Bool[Array, "..."] 
 
     options = problem.options
     extras = problem.extras
-    positions = (first + jnp.arange(count, dtype=jnp.int32) for first, count in (tile[:2], tile[2:]))
-    query, key = along(*(x[None] for x in positions))
+    first_query, first_key = tile
+    query, key = along(
+        first_query + jnp.arange(problem.block_q, dtype=jnp.int32)[None],
+        first_key + jnp.arange(problem.block_k, dtype=jnp.int32)[None],
+    )
     parts = [visible(query, key, offset=problem.offset, causal=options.causal, window=options.window)]
-    if problem.keys % tile.keys:
+    if problem.keys % problem.block_k:
         parts.append(key < problem.keys)  # the last tile of the loop extends beyond the keys
     if extras.segment_ids is not None and extras.kv_segment_ids is not None:
         mine, theirs = along(
-            _slice(extras.segment_ids, tile.query, tile.queries, 1),
-            _slice(extras.kv_segment_ids, tile.key, tile.keys, 1),
+            _slice(extras.segment_ids, first_query, problem.block_q, 1),
+            _slice(extras.kv_segment_ids, first_key, problem.block_k, 1),
         )
         parts.append(mine == theirs)
     seen = [part for part in parts if part is not None]

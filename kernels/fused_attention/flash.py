@@ -31,9 +31,8 @@ def block_ranges(
     blocks. `blocks`: the numbers of queries and of keys of a block. Segments are ignored."""
     block, size = blocks[::-1] if by_keys else blocks
     count, length = (keys, queries) if by_keys else (queries, keys)
-    first = np.arange(0, count, block) + (
-        length - count
-    )  # first positions of blocks, as positions of the other sequence
+    # The first positions of blocks, as positions of the other sequence.
+    first = np.arange(0, count, block) + (length - count)
     last = first + block - 1
     low = all_low = np.zeros_like(first)
     high = np.full_like(first, length)

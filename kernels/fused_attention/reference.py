@@ -31,9 +31,9 @@ def attend(q: QueryHeads, k: KeyHeads, v: KeyHeads, options: Options, extras: Ex
     top = jax.lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True))
     p = jnp.exp(s - jnp.where(jnp.isneginf(top), 0.0, top))
     total = jnp.sum(p, axis=-1, keepdims=True)
-    some = total > 0.0
-    total = jnp.where(some, total, 1.0)
-    lse = jnp.where(some, top + jnp.log(total), -jnp.inf)[..., 0].reshape(batch, heads, queries)
+    seen_any = total > 0.0
+    total = jnp.where(seen_any, total, 1.0)
+    lse = jnp.where(seen_any, top + jnp.log(total), -jnp.inf)[..., 0].reshape(batch, heads, queries)
     p = p / total
     out = jnp.einsum("bngqk,bknd->bqngd", p, v.astype(wide))
     return out.astype(q.dtype).reshape(q.shape), lse

@@ -150,6 +150,6 @@ def _merged(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> t
     finite = jnp.where(jnp.isneginf(top), 0.0, top)
     weights = [jnp.exp(lse - finite) for _, lse in (a, b)]
     total = weights[0] + weights[1]
-    some = jnp.where(total > 0.0, total, 1.0)
-    out = sum((w / some)[..., None] * part for w, (part, _) in zip(weights, (a, b), strict=True))
-    return jnp.asarray(out), jnp.where(total > 0.0, finite + jnp.log(some), -jnp.inf)
+    divisor = jnp.where(total > 0.0, total, 1.0)
+    out = sum((w / divisor)[..., None] * part for w, (part, _) in zip(weights, (a, b), strict=True))
+    return jnp.asarray(out), jnp.where(total > 0.0, finite + jnp.log(divisor), -jnp.inf)

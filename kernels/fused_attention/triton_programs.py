@@ -78,28 +78,6 @@ def masked_scores(left, right, query, key, mine, theirs, masked: tl.constexpr, s
 
 
 @program
-def forward_over(
-    start, stop, q, out, top, total, k_ptr, v_ptr, kv_ids_ptr, mine, at, masked: tl.constexpr, s: tl.constexpr,
-):  # fmt: skip
-    for j in range(start, stop):
-        first = j * s.columns
-        key = first + tl.arange(0, s.columns)
-        k = load_block(k_ptr, first, s.columns, s.keys, s.kv_stride, s)
-        theirs = load_ids(kv_ids_ptr, key, s.keys, s)
-        scores, _ = masked_scores(q, k, at[:, None], key[None, :], mine[:, None], theirs[None, :], masked, s)
-        higher = tl.maximum(top, tl.max(scores, axis=1))
-        # A row without visible keys so far has a maximum of -inf, and -inf minus -inf is NaN.
-        level = tl.where(higher == -float("inf"), 0.0, higher)
-        p = tl.exp2((scores - level[:, None]) * s.base)
-        shrink = tl.exp2((top - level) * s.base)
-        total = total * shrink + tl.sum(p, axis=1)
-        v = load_block(v_ptr, first, s.columns, s.keys, s.kv_stride, s)
-        out = out * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        top = higher
-    return out, top, total
-
-
-@program
 def attention_forward(
     q_ptr, k_ptr, v_ptr, ids_ptr, kv_ids_ptr, ranges_ptr, out_ptr, lse_ptr, s: tl.constexpr
 ):  # fmt: skip
@@ -121,36 +99,26 @@ def attention_forward(
     total = tl.zeros((s.rows,), tl.float32)
     ranges_ptr += (batch * tl.num_programs(0) + block) * 4
     for part in tl.static_range(1 if s.segments else 3):
-        start = tl.load(ranges_ptr + part)
-        stop = tl.load(ranges_ptr + part + 1)
-        out, top, total = forward_over(
-            start, stop, q, out, top, total, k_ptr, v_ptr, kv_ids_ptr, mine, at, part != 1, s
-        )  # fmt: skip
+        for j in range(tl.load(ranges_ptr + part), tl.load(ranges_ptr + part + 1)):
+            first_key = j * s.columns
+            key = first_key + tl.arange(0, s.columns)
+            k = load_block(k_ptr, first_key, s.columns, s.keys, s.kv_stride, s)
+            theirs = load_ids(kv_ids_ptr, key, s.keys, s)
+            scores, _ = masked_scores(q, k, at[:, None], key[None, :], mine[:, None], theirs[None, :], part != 1, s)
+            higher = tl.maximum(top, tl.max(scores, axis=1))
+            # A row without visible keys so far has a maximum of -inf, and -inf minus -inf is NaN.
+            level = tl.where(higher == -float("inf"), 0.0, higher)
+            p = tl.exp2((scores - level[:, None]) * s.base)
+            shrink = tl.exp2((top - level) * s.base)
+            total = total * shrink + tl.sum(p, axis=1)
+            v = load_block(v_ptr, first_key, s.columns, s.keys, s.kv_stride, s)
+            out = out * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+            top = higher
     seen = total > 0
     safe = tl.where(seen, total, 1.0)
     store_block(out_ptr + place, out / safe[:, None], first, s.rows, s.queries, s.stride, s)
     lse = tl.where(seen, top * s.unit + tl.log2(safe) * 0.6931471805599453, -float("inf"))
     tl.store(lse_ptr + row.to(tl.int64) * s.queries + at, lse, mask=at < s.queries)
-
-
-@program
-def d_queries_over(
-    start, stop, dq, q, d_out, lse, inner, k_ptr, v_ptr, kv_ids_ptr, mine, at, masked: tl.constexpr, s: tl.constexpr,
-):  # fmt: skip
-    for j in range(start, stop):
-        first = j * s.columns
-        key = first + tl.arange(0, s.columns)
-        k = load_block(k_ptr, first, s.columns, s.keys, s.kv_stride, s)
-        v = load_block(v_ptr, first, s.columns, s.keys, s.kv_stride, s)
-        theirs = load_ids(kv_ids_ptr, key, s.keys, s)
-        scores, slope = masked_scores(q, k, at[:, None], key[None, :], mine[:, None], theirs[None, :], masked, s)
-        p = tl.exp2((scores - lse[:, None]) * s.base)
-        dp = tl.dot(d_out, tl.trans(v), input_precision="ieee")
-        ds = p * (dp - inner[:, None])
-        if s.tanh_factor is not None:
-            ds = ds * slope
-        dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
-    return dq
 
 
 @program
@@ -178,38 +146,22 @@ def attention_d_queries(
     dq = tl.zeros((s.rows, s.wide), tl.float32)
     ranges_ptr += (batch * tl.num_programs(0) + block) * 4
     for part in tl.static_range(1 if s.segments else 3):
-        start = tl.load(ranges_ptr + part)
-        stop = tl.load(ranges_ptr + part + 1)
-        dq = d_queries_over(
-            start, stop, dq, q, d_out, lse, inner, k_ptr, v_ptr, kv_ids_ptr, mine, at, part != 1, s
-        )  # fmt: skip
+        for j in range(tl.load(ranges_ptr + part), tl.load(ranges_ptr + part + 1)):
+            first_key = j * s.columns
+            key = first_key + tl.arange(0, s.columns)
+            k = load_block(k_ptr, first_key, s.columns, s.keys, s.kv_stride, s)
+            v = load_block(v_ptr, first_key, s.columns, s.keys, s.kv_stride, s)
+            theirs = load_ids(kv_ids_ptr, key, s.keys, s)
+            scores, slope = masked_scores(
+                q, k, at[:, None], key[None, :], mine[:, None], theirs[None, :], part != 1, s
+            )  # fmt: skip
+            p = tl.exp2((scores - lse[:, None]) * s.base)
+            dp = tl.dot(d_out, tl.trans(v), input_precision="ieee")
+            ds = p * (dp - inner[:, None])
+            if s.tanh_factor is not None:
+                ds = ds * slope
+            dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
     store_block(dq_ptr + place, dq * s.scale, first, s.rows, s.queries, s.stride, s)
-
-
-@program
-def d_keys_over(
-    start, stop, dk, dv, k, v, q_ptr, d_out_ptr, rows_ptr, inner_ptr, ids_ptr, theirs, key,
-    masked: tl.constexpr, s: tl.constexpr,
-):  # fmt: skip
-    """The scores are transposed, [keys, queries], as both matmuls read them. Rows beyond the last query are zeros in q
-    and d_out, so they add zero."""
-    for i in range(start, stop):
-        first = i * s.rows
-        at = first + tl.arange(0, s.rows)
-        q = load_block(q_ptr, first, s.rows, s.queries, s.stride, s)
-        d_out = load_block(d_out_ptr, first, s.rows, s.queries, s.stride, s)
-        lse = tl.load(rows_ptr + at, mask=at < s.queries, other=0.0)
-        inner = tl.load(inner_ptr + at, mask=at < s.queries, other=0.0)
-        mine = load_ids(ids_ptr, at, s.queries, s)
-        scores, slope = masked_scores(k, q, at[None, :], key[:, None], mine[None, :], theirs[:, None], masked, s)
-        p = tl.exp2((scores - lse[None, :]) * s.base)
-        dp = tl.dot(v, tl.trans(d_out), input_precision="ieee")
-        ds = p * (dp - inner[None, :])
-        if s.tanh_factor is not None:
-            ds = ds * slope
-        dv += tl.dot(p.to(d_out.dtype), d_out, input_precision="ieee")
-        dk += tl.dot(ds.to(q.dtype), q, input_precision="ieee")
-    return dk, dv
 
 
 @program
@@ -217,6 +169,8 @@ def attention_d_keys(
     q_ptr, k_ptr, v_ptr, d_out_ptr, rows_ptr, inner_ptr, ids_ptr, kv_ids_ptr, ranges_ptr, dk_ptr,
     dv_ptr, s: tl.constexpr,
 ):  # fmt: skip
+    """The scores are transposed, [keys, queries], as both matmuls read them. Rows beyond the last query are zeros in q
+    and d_out, so they add zero."""
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     batch = tl.program_id(2)
@@ -235,11 +189,23 @@ def attention_d_keys(
         place = (batch.to(tl.int64) * s.queries * s.heads + head) * s.dim
         first_row = (batch * s.heads + head).to(tl.int64) * s.queries
         for part in tl.static_range(1 if s.segments else 3):
-            start = tl.load(ranges_ptr + part)
-            stop = tl.load(ranges_ptr + part + 1)
-            dk, dv = d_keys_over(
-                start, stop, dk, dv, k, v, q_ptr + place, d_out_ptr + place, rows_ptr + first_row,
-                inner_ptr + first_row, ids_ptr, theirs, key, part != 1, s,
-            )  # fmt: skip
+            for i in range(tl.load(ranges_ptr + part), tl.load(ranges_ptr + part + 1)):
+                first_query = i * s.rows
+                at = first_query + tl.arange(0, s.rows)
+                q = load_block(q_ptr + place, first_query, s.rows, s.queries, s.stride, s)
+                d_out = load_block(d_out_ptr + place, first_query, s.rows, s.queries, s.stride, s)
+                lse = tl.load(rows_ptr + first_row + at, mask=at < s.queries, other=0.0)
+                inner = tl.load(inner_ptr + first_row + at, mask=at < s.queries, other=0.0)
+                mine = load_ids(ids_ptr, at, s.queries, s)
+                scores, slope = masked_scores(
+                    k, q, at[None, :], key[:, None], mine[None, :], theirs[:, None], part != 1, s
+                )  # fmt: skip
+                p = tl.exp2((scores - lse[None, :]) * s.base)
+                dp = tl.dot(v, tl.trans(d_out), input_precision="ieee")
+                ds = p * (dp - inner[None, :])
+                if s.tanh_factor is not None:
+                    ds = ds * slope
+                dv += tl.dot(p.to(d_out.dtype), d_out, input_precision="ieee")
+                dk += tl.dot(ds.to(q.dtype), q, input_precision="ieee")
     store_block(dk_ptr + kv_place, dk * s.scale, first, s.columns, s.keys, s.kv_stride, s)
     store_block(dv_ptr + kv_place, dv, first, s.columns, s.keys, s.kv_stride, s)

@@ -5,8 +5,6 @@ rows, slices the weights of its group, applies the function, and adds the result
 memory of a call is the output in float32 and the intermediates of one block. For R rows in G groups there are at most
 R / block + G blocks. The backward pass recomputes each block. The weight gradient of a group is summed in float32 over
 its blocks, which are consecutive, and then written to the gradient of all groups.
-
-`jax.lax.ragged_dot` on GPUs writes arrays of [groups, rows, width] instead (jax 0.10).
 """
 
 from collections.abc import Callable
@@ -34,6 +32,11 @@ class Groups(NamedTuple):
     stops: Int[Array, " groups"]
     order: Int[Array, " sorted"]  # the order of the choices [rows x choices] that sorts them
 
+    def places(self) -> Int[Array, " sorted"]:
+        """The place of each choice among the sorted rows: the inverse of `order`."""
+        places = jnp.arange(self.order.size, dtype=self.order.dtype)
+        return jnp.zeros_like(self.order).at[self.order].set(places, unique_indices=True)
+
 
 def sort_rows(groups: Int[Array, "rows choices"], count: int) -> Groups:
     """The rows of each of `count` groups, of which each row belongs to several (`choices`). Indices outside of the
@@ -48,12 +51,7 @@ def sort_rows(groups: Int[Array, "rows choices"], count: int) -> Groups:
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def sum_of_groups(y: Float[Array, "sorted width"], groups: Groups, rows: int) -> Float[Array, "rows width"]:
     """For each of `rows` rows, the sum of its results over its groups, in float32, rounded to the dtype of y."""
-    places = (
-        jnp.zeros_like(groups.order)
-        .at[groups.order]
-        .set(jnp.arange(groups.order.size, dtype=groups.order.dtype), unique_indices=True)
-    )
-    results = y[places].reshape(rows, -1, y.shape[1])
+    results = y[groups.places()].reshape(rows, -1, y.shape[1])
     return jnp.sum(results, axis=1, dtype=jnp.float32).astype(y.dtype)
 
 

@@ -72,10 +72,8 @@ class _Chunks:
     def __init__(self, size: int, rows: int, groups: Groups):
         self.size = size
         self.all = groups
-        length = groups.order.shape[0]
-        self.padded = -(-length // size) * size
-        places = jnp.zeros_like(groups.order).at[groups.order].set(jnp.arange(length, dtype=jnp.int32))
-        self.places = places.reshape(rows, -1)  # the places of each row among the sorted rows
+        self.padded = -(-groups.order.size // size) * size
+        self.places = groups.places().reshape(rows, -1)  # the places of each row among the sorted rows
 
     def read(self, i: jax.Array, x: jax.Array) -> jax.Array:
         padded = jnp.pad(x, (0, self.padded - x.shape[0]))

@@ -86,12 +86,7 @@ class QuantizedMatrices:
         if self.unit >= rows or self.unit & (self.unit - 1):
             even = math.gcd(rows, self.unit)
             rows = even if even >= MIN_TILE else rows
-        if self.block % together:
-            raise ValueError(
-                f"grouped_matmul: block_size is {self.block}; the triton implementation needs an even number"
-            )
-        if self.inputs % together:
-            raise ValueError(
-                f"grouped_matmul: x has {self.inputs} inputs; the triton implementation needs an even number"
-            )
+        for value, size in (("block_size is", self.block), ("the number of inputs is", self.inputs)):
+            if size % together:
+                raise ValueError(f"grouped_matmul: {value} {size}; the triton implementation needs an even number")
         return most._replace(rows=rows, outputs=block_size(most.outputs, self.outputs))

@@ -22,8 +22,6 @@ from .blocks import Groups, block_table, sum_of_groups, usual_rows
 from .quantized_tiles import BACKWARD, FORWARD, QuantizedMatrices, TileSizes
 
 PROGRAMS = "jaxmem.kernels.grouped_matmul.triton_programs"
-
-
 Weight = jax.Array | QuantizedMatrices
 # Tile sizes for weights in 2 bytes: 128 x 128 results, in steps of 64.
 USUAL = {
@@ -55,10 +53,10 @@ class GroupedTiling:
     tiles: int
     quantized: bool
     gathers: bool  # whether the rows of x are read through their index; otherwise they are sorted
-    has_bias: bool
-    has_shares: bool
     scale_groups: int  # groups of scales of a matrix, with double quantization
     means: int  # number of means of a matrix: 1 with double quantization
+    has_bias: bool = False
+    has_shares: bool = False
 
     @property
     def reads_each_row(self) -> bool:
@@ -149,10 +147,7 @@ def _backward(gathers: bool, saved: Tree, g: jax.Array) -> tuple[Tree, ...]:
     return of_x, of_weight, of_bias, of_shares, None
 
 
-grouped_matmul.defvjp(
-    lambda *arguments: (grouped_matmul(*arguments), arguments[:-1]),
-    _backward,
-)
+grouped_matmul.defvjp(lambda *arguments: (grouped_matmul(*arguments), arguments[:-1]), _backward)
 
 
 def _sizes(weight: Weight) -> tuple[int, int, int]:
@@ -201,8 +196,6 @@ def _prepare(
         tiles=start.shape[0],
         quantized=isinstance(weight, QuantizedMatrices),
         gathers=gathers,
-        has_bias=False,
-        has_shares=False,
         scale_groups=arrays[2].shape[-2],
         means=int(properties["double"]),
     )

@@ -34,31 +34,6 @@ def scales_of(tile, output, scale_ptr, groups_ptr, mean_ptr, s: tl.constexpr):
 
 
 @program
-def decoded(tile, output, codes_ptr, scale_ptr, groups_ptr, mean_ptr, listed_ptr, s: tl.constexpr):
-    """A tile of the weight in float32, as two arrays: the values of the first and of the second code of each byte. For
-    int8, with one code per byte, both are the same. Rows and columns beyond the end of the weight have arbitrary finite
-    values."""
-    row = tile * s.rows + tl.arange(0, s.rows)
-    real = (row < s.code_rows)[:, None] & (output < s.outputs)[None, :]
-    codes_ptr += row.to(tl.int64)[:, None] * s.outputs + output[None, :]
-    codes = tl.load(codes_ptr, mask=real, other=0).to(tl.int32)
-    scale = scales_of(tile, output, scale_ptr, groups_ptr, mean_ptr, s)
-    if s.together == 1:
-        first = codes.to(tl.float32) * (scale * (1.0 / s.steps))
-        second = first
-    else:
-        high = (codes >> 4) & 15
-        low = codes & 15
-        if s.listed:
-            first = tl.load(listed_ptr + high) * scale
-            second = tl.load(listed_ptr + low) * scale
-        else:
-            first = (high - s.steps).to(tl.float32) * (scale * (1.0 / s.steps))
-            second = (low - s.steps).to(tl.float32) * (scale * (1.0 / s.steps))
-    return first, second
-
-
-@program
 def rows_of_tile(tiles_ptr, tile, s: tl.constexpr):
     """The rows of a tile, which of them are real, and their group."""
     row = tl.load(tiles_ptr + tile) + tl.arange(0, s.tile_tokens)
@@ -74,16 +49,33 @@ def row_tile(ptr, row, real, column, width: tl.constexpr):
 
 @program
 def weight_tile(step, output, group, w_ptr, scale_ptr, groups_ptr, mean_ptr, listed_ptr, s: tl.constexpr):
-    """A tile of the matrix of a group. For quantized weights as in `decoded`; otherwise both arrays are the same."""
+    """A tile of the matrix of a group. Of a quantized matrix: in float32, as the values of the first and of the second
+    code of each byte; rows and columns beyond its end have arbitrary finite values. With one code per byte, and for
+    weights that are not quantized, both arrays are the same."""
     at = group.to(tl.int64)
     w_ptr += at * (s.code_rows * s.outputs)
+    row = step * s.rows + tl.arange(0, s.rows)
     if s.quantized:
         scale_ptr += at * (s.blocks * s.outputs)
         groups_ptr += at * (s.scale_groups * s.outputs)
         mean_ptr += at * s.means
-        first, second = decoded(step, output, w_ptr, scale_ptr, groups_ptr, mean_ptr, listed_ptr, s)
+        real = (row < s.code_rows)[:, None] & (output < s.outputs)[None, :]
+        w_ptr += row.to(tl.int64)[:, None] * s.outputs + output[None, :]
+        codes = tl.load(w_ptr, mask=real, other=0).to(tl.int32)
+        scale = scales_of(step, output, scale_ptr, groups_ptr, mean_ptr, s)
+        if s.together == 1:
+            first = codes.to(tl.float32) * (scale * (1.0 / s.steps))
+            second = first
+        else:
+            high = (codes >> 4) & 15
+            low = codes & 15
+            if s.listed:
+                first = tl.load(listed_ptr + high) * scale
+                second = tl.load(listed_ptr + low) * scale
+            else:
+                first = (high - s.steps).to(tl.float32) * (scale * (1.0 / s.steps))
+                second = (low - s.steps).to(tl.float32) * (scale * (1.0 / s.steps))
     else:
-        row = step * s.rows + tl.arange(0, s.rows)
         first = row_tile(w_ptr, row, row < s.code_rows, output, s.outputs)
         second = first
     return first, second

@@ -4,7 +4,6 @@ A new implementation is a module with `adam8` and `int8_add` as in `reference.py
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,8 +11,6 @@ import jax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, UInt8
 
-from jaxmem.kernels.operation import Operation
-from jaxmem.kernels.typing import Tree
 from jaxmem.kernels.validation import FLOATS, Validator, describe
 
 IMPLEMENTATIONS: dict[str, Any] = {name: f"{__name__}.{name}" for name in ("reference", "triton")}
@@ -64,13 +61,13 @@ def check_arguments(
     lines = list(like.shape)
     lines[blocks.along] = size // blocks.size
     arrays = {}
-    for name_, (x, dtype) in numbers.items():
-        arrays[name_] = checks.array(name_, x, None, (dtype,))
-        checks.require(x.shape == like.shape, f"{name_} has shape {x.shape}; it should be {name}'s, {like.shape}")
-    for name_, (x, dtype) in scales.items():
-        arrays[name_] = checks.array(name_, x, None, (dtype,))
-        message = f"{name_} has shape {x.shape}; with blocks of {blocks.size} it should be {tuple(lines)}"
-        checks.require(x.shape == tuple(lines), message)
+    for named_arrays, shape, text in (
+        (numbers, like.shape, f"it should be {name}'s, {like.shape}"),
+        (scales, tuple(lines), f"with blocks of {blocks.size} it should be {tuple(lines)}"),
+    ):
+        for array_name, (x, dtype) in named_arrays.items():
+            arrays[array_name] = checks.array(array_name, x, None, (dtype,))
+            checks.require(x.shape == shape, f"{array_name} has shape {x.shape}; {text}")
     return like, arrays, blocks
 
 
@@ -125,8 +122,8 @@ def adam8_update(
     for name, beta in (("beta1", adam.beta1), ("beta2", adam.beta2)):
         checks.require(0.0 <= beta < 1.0, f"{name} is {beta}; it should be in [0, 1)")
     checks.require(adam.epsilon >= 0.0, f"epsilon is {adam.epsilon}; it should not be negative")
-    run = lambda module: module.adam8(adam, blocks, g, state, unbiased)  # noqa: E731
-    return _run("adam8_update", implementation, run, (g, state, unbiased))
+    module = _implementation(checks, implementation, (g, state, unbiased))
+    return module.adam8(adam, blocks, g, state, unbiased)
 
 
 def int8_add(
@@ -160,11 +157,11 @@ def int8_add(
     checks = Validator("int8_add")
     update, checked, blocks = check_arguments(checks, "update", update, numbers, scales, axis, block_size)
     arrays = checked["codes"], checked["scale"], update, checked["seeds"]
-    return _run("int8_add", implementation, lambda module: module.int8_add(blocks, *arrays), arrays)
+    return _implementation(checks, implementation, arrays).int8_add(blocks, *arrays)
 
 
-def _run(name: str, implementation: Any, call: Callable[[Any], Any], arrays: tuple[Tree, ...]) -> Tree:
-    return Operation(name, IMPLEMENTATIONS, "reference").run(implementation, call, arrays)
+def _implementation(checks: Validator, name: str | None, arrays: tuple[Any, ...]) -> Any:
+    return checks.implementation("reference" if name is None else name, IMPLEMENTATIONS, arrays)
 
 
 class UpdateShape(NamedTuple):

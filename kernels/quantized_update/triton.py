@@ -13,8 +13,6 @@ from jaxmem.kernels.triton_launch import Launch, launch, load_programs, next_pow
 from . import AdamHyperparameters, Moments8, ScaleBlocks, blocked, lines
 
 PROGRAMS = "jaxmem.kernels.quantized_update.triton_programs"
-
-
 # A program updates 32 elements per thread: at least two programs share a multiprocessor, so that one computes while the
 # other waits. A program with more elements has proportionally more warps.
 NUMBERS, WARPS, MAX_WARPS = 4096, 4, 32

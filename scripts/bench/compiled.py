@@ -3,7 +3,7 @@
     python scripts/bench/compiled.py layouts            # docs/layouts.md: one model under many layouts
     python scripts/bench/compiled.py few-bytes          # docs/update-during.md: large models in few bytes
     python scripts/bench/compiled.py optimizers         # docs/optimizers.md: the cost of optimizers in a step
-    python scripts/bench/compiled.py zero               # docs/plan.md: compared with the ZeRO paper's table
+    python scripts/bench/compiled.py zero               # docs/internals.md: compared with the ZeRO paper's table
     python scripts/bench/compiled.py layouts ZeRO       # only rows whose names begin with ZeRO
 
 A row takes ten seconds to a minute on one core. Communication is that of one device and one update; `theory` is from

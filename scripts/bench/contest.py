@@ -40,6 +40,7 @@ class Contestant:
     call: Call
     amount: float = 1.0
     unit: str = ""  # the unit of amount per second
+    calls: int = 1  # of a burst
     seconds: list[float] = field(default_factory=list)
     enqueued: list[float] = field(default_factory=list)
     failed: str | None = None
@@ -77,11 +78,10 @@ class Contestant:
 
 def take_turns(contestants: Sequence[Contestant], seconds: float) -> None:
     """Runs alternating bursts of `BURST_SECONDS` for `seconds`, but at least `MIN_BURSTS` bursts of each contestant."""
-    bursts: dict[int, int] = {}
     for contestant in contestants:
         with _record_failure(contestant):
             contestant.burst(1)  # warms up
-            bursts[id(contestant)] = max(1, round(BURST_SECONDS / contestant.burst(3)[0]))
+            contestant.calls = max(1, round(BURST_SECONDS / contestant.burst(3)[0]))
     end = time.perf_counter() + seconds
     turn = 0
     while turn < MIN_BURSTS or time.perf_counter() < end:
@@ -90,7 +90,7 @@ def take_turns(contestants: Sequence[Contestant], seconds: float) -> None:
             return
         for contestant in left:
             with _record_failure(contestant):
-                duration, enqueued = contestant.burst(bursts[id(contestant)])
+                duration, enqueued = contestant.burst(contestant.calls)
                 contestant.seconds.append(duration)
                 contestant.enqueued.append(enqueued)
         turn += 1

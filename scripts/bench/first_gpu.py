@@ -178,17 +178,19 @@ def report(folder: Path) -> str:
 
 def step_row(name: str, row: Row) -> Row:
     """Planned beside measured."""
-    kept = {key: row.get(key) for key in ("planned", "measured", "planned_seconds", "seconds", "mfu")}
+    planned, measured, planned_seconds, seconds, mfu = (
+        row.get(key) for key in ("planned", "measured", "planned_seconds", "seconds", "mfu")
+    )
     return {
         "step": name,
-        "planned, GiB": gib(kept["planned"]),
-        "measured, GiB": gib(kept["measured"]),
-        "GiB, %": percent(kept["measured"], kept["planned"]),
-        "planned, s": kept["planned_seconds"],
-        "measured, s": kept["seconds"],
-        "s, %": percent(kept["seconds"], kept["planned_seconds"]),
+        "planned, GiB": gib(planned),
+        "measured, GiB": gib(measured),
+        "GiB, %": percent(measured, planned),
+        "planned, s": planned_seconds,
+        "measured, s": seconds,
+        "s, %": percent(seconds, planned_seconds),
         "tokens per second": row.get("tokens_per_second"),
-        "MFU, %": 100 * kept["mfu"] if kept["mfu"] else None,
+        "MFU, %": 100 * mfu if mfu else None,
         "why not": row.get("error"),
     }
 

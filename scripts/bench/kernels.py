@@ -24,8 +24,7 @@ import jax
 from jaxmem.errors import UserError, nearest
 from jaxmem.machine import devices
 from scripts.bench.contest import CEILING, MAX_ERROR, Contestant, Row, ceilings, error_line, take_turns, write_row
-from scripts.bench.operations import OPERATIONS
-from scripts.bench.work import BenchOperation
+from scripts.bench.operations import OPERATIONS, BenchOperation
 
 PACKAGES = (
     *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
@@ -57,46 +56,30 @@ class BenchSelection:
         return is_named and not any(words.startswith(f"{name} ") for name in self.without)
 
 
-@dataclass(frozen=True)
-class Job:
-    """The measurement of one shape of an operation."""
-
-    operation: str
-    shape: str
-    selection: BenchSelection
-    dry: bool = False
-    check: bool = False  # only check results, with every option
-
-    @property
-    def sizes(self) -> Any:
-        return OPERATIONS[self.operation].shape(self.shape, dry=self.dry)
-
-
 def bench_kernels(selection: BenchSelection, *, check: bool = False) -> Iterator[Row]:
     """The device, then each row as soon as it is known. `check`: only check the results, with every option."""
     operation = check_selection(selection)
     here = device_row()
     yield here
-    for name in selection.shapes or operation.usual or operation.shapes:
-        job = Job(selection.operation, name, selection, here["dry_run"], check)
-        for row in measured(job):
-            yield {"operation": job.operation, "shape": job.shape} | row
+    for name in selection.shapes or operation.usual:
+        shape = operation.shape(name, dry=here["dry_run"])
+        for row in measured(operation, shape, selection, dry=here["dry_run"], check=check):
+            yield {"operation": selection.operation, "shape": name} | row
 
 
 def check_selection(selection: BenchSelection) -> BenchOperation:
     """The operation; an error if a selected name does not exist."""
 
-    def check(kind: str, names: Iterable[str], known: Collection[str], prefixes: Collection[str] = ()) -> None:
+    def check(kind: str, names: Iterable[str], known: Collection[str], passes: Collection[str] = ()) -> None:
         for name in names:
-            if name not in known and not any(f"{prefix_name} ".startswith(f"{name} ") for prefix_name in prefixes):
+            if name not in known and not any(f"{words} ".startswith(f"{name} ") for words in passes):
                 raise UserError(f"unknown {kind} {name}{nearest(name, known)}")
 
     check("operation", [selection.operation], OPERATIONS)
     operation = OPERATIONS[selection.operation]
-    contestants = [*operation.implementations, *operation.others]
-    passes = [f"{contestant} {of}" for contestant in contestants for of in operation.passes]
+    passes = [f"{contestant} {of}" for contestant in operation.contestants for of in operation.passes]
     check("shape", selection.shapes, operation.shapes)
-    check("contestant", (*selection.only, *selection.without), contestants, passes)
+    check("contestant", (*selection.only, *selection.without), operation.contestants, passes)
     return operation
 
 
@@ -114,42 +97,45 @@ def device_row() -> Row:
     }
 
 
-def measured(job: Job) -> Iterator[Row]:
+def measured(
+    operation: BenchOperation, shape: Any, selection: BenchSelection, *, dry: bool = False, check: bool = False
+) -> Iterator[Row]:
     """The errors of all contestants, then their times."""
     checked: list[Row] = []
-    for row in _checks(job):
+    for row in _checks(operation, shape, selection, every_option=check):
         checked.append(row)
         yield row
-    if job.check:
+    if check:
         return
-    refused = {(row.get("contestant"), row.get("pass")) for row in checked if "why_not" in row}
+    work = operation.work(shape)
+    errors = {(row["contestant"], row["pass"]): row for row in checked}
     contestants: list[Contestant] = []
-    operation_rows = OPERATIONS[job.operation]
-    work = operation_rows.work(job.sizes)
-    for name, of in itertools.product((*operation_rows.implementations, *operation_rows.others), work.passes):
-        if not job.selection.has(name, of) or (name, of) in refused:
+    for name, (of, work_pass) in itertools.product(operation.contestants, work.passes.items()):
+        if not selection.has(name, of) or "why_not" in errors.get((name, of), {}):
             continue
-        work_pass = work.passes[of]
         try:
-            contestants.append(
-                Contestant(name, of, work_pass.compiled(name, work), amount=work_pass.amount, unit=work.unit)
-            )
+            call = work_pass.compiled(name, work)
         except Exception as error:  # noqa: BLE001 (each compiler has errors of its own)
             yield {"contestant": name, "pass": of, "why_not": error_line(error)}
-    for row in _timed(job, contestants, checked):
-        yield {"sizes": job.sizes._asdict()} | row
+        else:
+            contestants.append(Contestant(name, of, call, work_pass.amount, work.unit))
+    limits = {ceiling.unit: ceiling for ceiling in ceilings(256 if dry else 8192)} if contestants else {}
+    take_turns([*contestants, *limits.values()], selection.seconds)
+    peers = {"reference", operation.plain, *operation.others}
+    compared = [contestant for contestant in contestants if contestant.name in peers]
+    for contestant in [*contestants, *limits.values()][::-1]:
+        error = errors.get((contestant.name, contestant.of), {})
+        right = {key: error[key] for key in ("right", "error") if key in error}
+        row = {"sizes": shape._asdict(), "contestant": contestant.name, "pass": contestant.of}
+        yield row | _times(contestant, compared, limits[contestant.unit]) | right
 
 
-def _checks(job: Job) -> Iterator[Row]:
-    operation_rows = OPERATIONS[job.operation]
-    if operation_rows.checks is None:
-        checks = {"as it is": lambda: operation_rows.work(job.sizes)}
-    else:
-        checks = operation_rows.checks(job.sizes)
-    for check in checks if job.check else list(checks)[:1]:
-        work = checks[check]()
+def _checks(operation: BenchOperation, shape: Any, selection: BenchSelection, *, every_option: bool) -> Iterator[Row]:
+    works = operation.checks(shape)
+    for check in works if every_option else list(works)[:1]:
+        work = works[check]()
         for of, work_pass in work.passes.items():
-            names = [name for name in operation_rows.implementations if job.selection.has(name, of)]
+            names = [name for name in operation.implementations if selection.has(name, of)]
             if not names:
                 continue
             expected = work_pass.expected(work)
@@ -163,32 +149,20 @@ def _checks(job: Job) -> Iterator[Row]:
                     yield row | {"right": error <= MAX_ERROR, "error": error if error < float("inf") else None}
 
 
-def _timed(job: Job, contestants: Sequence[Contestant], checked: Sequence[Row]) -> Iterator[Row]:
-    """The rows of contestants, after those of the device's limits. A pass is compared with the same pass of peers and
-    of the implementations in plain JAX."""
-    operation_rows = OPERATIONS[job.operation]
-    compared = {"reference", operation_rows.plain, *operation_rows.others}
-    limits = {ceiling.unit: ceiling for ceiling in ceilings(256 if job.dry else 8192)} if contestants else {}
-    take_turns([*contestants, *limits.values()], job.selection.seconds)
-    for contestant in [*contestants, *limits.values()][::-1]:
-        row = {"contestant": contestant.name, "pass": contestant.of}
-        if contestant.failed is not None:
-            yield row | {"why_not": contestant.failed}
-            continue
-        peers = [peer for peer in contestants if peer.of == contestant.of and peer.name in compared and not peer.failed]
-        ratios = {
-            peer.name: statistics.median(
-                theirs / ours for theirs, ours in zip(peer.seconds, contestant.seconds, strict=False)
-            )
-            for peer in peers
-            if peer.name != contestant.name
-        }
-        limit = limits[contestant.unit]
-        if contestant is not limit and limit.failed is None:
-            ratios[CEILING] = contestant.rate / limit.rate
-        checks = [row for row in checked if (row["contestant"], row["pass"]) == (contestant.name, contestant.of)]
-        right = {key: checks[0][key] for key in ("right", "error")} if checks else {}
-        yield row | contestant.times() | {"ratios": ratios} | right
+def _times(contestant: Contestant, compared: Sequence[Contestant], limit: Contestant) -> Row:
+    """The times of a contestant, and their ratios to the same pass of others and to the limit of the device."""
+    if contestant.failed is not None:
+        return {"why_not": contestant.failed}
+    ratios = {
+        peer.name: statistics.median(
+            theirs / ours for theirs, ours in zip(peer.seconds, contestant.seconds, strict=False)
+        )
+        for peer in compared
+        if peer is not contestant and peer.of == contestant.of and not peer.failed
+    }
+    if contestant is not limit and limit.failed is None:
+        ratios[CEILING] = contestant.rate / limit.rate
+    return contestant.times() | {"ratios": ratios}
 
 
 # ---------------------------------------------------------------- the program
@@ -206,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=Path, metavar="FILE", help="also write the rows, a line of JSON each")
     options = parser.parse_args(arguments)
     devices.use_cpu_without_gpu()
-    names = [tuple(given) for given in (options.only, options.without)]
+    names = (tuple(options.only), tuple(options.without))
     selection = BenchSelection(tuple(options.shapes), options.operation, *names, options.seconds)
     try:
         for row in bench_kernels(selection, check=options.check):

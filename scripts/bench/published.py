@@ -40,8 +40,6 @@ ROWS = Path(__file__).with_suffix(".yaml")
 PAGE = ROOT / "docs/accuracy.md"
 BEGIN, END = "<!-- begin: python scripts/bench/published.py --write -->", "<!-- end -->"
 PROGRAMS = {"xla": "Programs compiled by XLA", "pytorch": "PyTorch programs"}
-CAPTION = "planned over published, with the diagonal and 10 % to both sides"
-UNEXPLAINED = "Unexplained."
 HEADER = "# Published seconds relative to planned ones, by kind of target; written by scripts/bench/published.py.\n"
 TOLERANCE = 0.1  # relative difference above which a row says why
 
@@ -149,22 +147,17 @@ def table_of(results: Sequence[Mapping[str, Any]]) -> str:
     """A table with the planned value, the published value and their ratio, for times and for memory."""
     rows = []
     for result in results:
+        row: dict[str, Any] = {"run": result["name"]}
+        for unit, figure in (("s", "seconds"), ("GiB", "gib")):
+            ratio = result[f"{figure}_ratio"]
+            row[f"{unit}, planned"] = result[figure] if ratio else None
+            row[f"{unit}, published"] = result[f"published_{figure}"]
+            row[f"ratio of {unit}"] = f"{ratio:.2f}" if ratio else None
         has_time = result["seconds_ratio"] is not None
-        has_memory = result["gib_ratio"] is not None
-        times = (result["seconds"], result["published_seconds"], result["seconds_ratio"]) if has_time else (None,) * 3
-        sizes = (result["gib"], result["published_gib"], result["gib_ratio"]) if has_memory else (None,) * 3
-        columns = ("s, planned", "s, published", "ratio of s", "GiB, planned", "GiB, published", "ratio of GiB")
-        cells = (*times[:2], _ratio(times[2]), *sizes[:2], _ratio(sizes[2]))
-        speed = {
-            "tokens/s per GPU, planned": round(result["tokens_per_second"]) if has_time else None,
-            "MFU, planned": f"{result['mfu']:.0%}" if has_time else None,
-        }
-        rows.append({"run": result["name"], **dict(zip(columns, cells, strict=True)), **speed})
+        row["tokens/s per GPU, planned"] = round(result["tokens_per_second"]) if has_time else None
+        row["MFU, planned"] = f"{result['mfu']:.0%}" if has_time else None
+        rows.append(row)
     return Table("", rows).markdown()
-
-
-def _ratio(value: float | None) -> str | None:
-    return None if value is None else f"{value:.2f}"
 
 
 def report(rows: Sequence[Published], results: Sequence[Mapping[str, Any]]) -> str:
@@ -176,9 +169,9 @@ def report(rows: Sequence[Published], results: Sequence[Mapping[str, Any]]) -> s
         if chosen:
             parts.append(f"## {title}\n\n{table_of(chosen)}")
             reasons = [
-                f"- {result['name']}: {', '.join(differences(result))}. {by_name[result['name']].why or UNEXPLAINED}"
+                f"- {result['name']}: {', '.join(off)}. {by_name[result['name']].why or 'Unexplained.'}"
                 for result in chosen
-                if differences(result)
+                if (off := differences(result))
             ]
             if reasons:
                 parts.append("Off by more than 10 %:\n\n" + "\n".join(reasons))
@@ -227,7 +220,8 @@ def write(rows: Sequence[Published], results: Sequence[Mapping[str, Any]]) -> No
         panels.append(Comparison(title, points))
     picture = PAGE.with_suffix(".png")
     draw(picture, panels)
-    image = f"![{CAPTION}]({picture.name})<!-- figure {digest_of(picture)} -->"
+    caption = "planned over published, with the diagonal and 10 % to both sides"
+    image = f"![{caption}]({picture.name})<!-- figure {digest_of(picture)} -->"
     before, tail = PAGE.read_text(encoding="utf-8").split(BEGIN)
     after = tail.split(END)[1]
     PAGE.write_text(f"{before}{BEGIN}\n\n{image}\n\n{report(rows, results)}\n{END}{after}", encoding="utf-8")

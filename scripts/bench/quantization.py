@@ -1,13 +1,12 @@
 """The errors and losses of few bits: the tables of docs/quantization.md.
 
-    python scripts/bench/quantization.py formats [--json FILE]    # bits, error, speed on normal values
+    python scripts/bench/quantization.py formats                # bits, error, speed on normal values
     jaxmem train configs/quality.yaml
-    python scripts/bench/quantization.py run runs/quality [--json FILE] [--png FILE]
-    python scripts/bench/quantization.py run runs/quality --embeddings nf4
-    python scripts/bench/quantization.py run --read docs/benchmarks/bits-curve.json --png docs/bits-curve.png
+    python scripts/bench/quantization.py run runs/quality
+    python scripts/bench/quantization.py draw                   # the recorded rows of a run
 
 `run`: the held-out loss of a run whose matrices are quantized after training, in blocks of 64 along their inputs.
-`--embeddings`: with only the embedding and output matrices quantized, and with only the layers.
+`--write`: also records the rows in docs/benchmarks, and draws docs/bits-curve.png.
 """
 
 import argparse
@@ -15,7 +14,6 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -30,6 +28,10 @@ from scripts.course.panels import LinePlot, draw
 from scripts.course.quantization import BLOCK, is_matrix, rounded
 from scripts.course.table import Row, Table
 
+DOCS = Path(__file__).parents[2] / "docs"
+RECORDS = {"formats": DOCS / "benchmarks/quantization.json", "run": DOCS / "benchmarks/bits-curve.json"}
+FIGURE = DOCS / "bits-curve.png"
+BATCHES = 64  # of held-out rows
 SHAPE = (4096, 4096)
 SMALLEST = 1e-4  # nats per byte; smaller differences are drawn here
 SERIES = {  # formats with more and more bits
@@ -60,63 +62,35 @@ def formats() -> Iterator[Row]:
             }
 
 
-def losses(run: str, batches: int) -> Iterator[Row]:
+def losses(run: str) -> Iterator[Row]:
     program, params = open_run(run)
     matrices = [x for x in jax.tree.leaves(params) if is_matrix(x)]
     with Evaluator(program) as held_out:
-        trained = held_out(params, batches)["loss"]
+        trained = held_out(params, BATCHES)["loss"]
         yield {"format": "float32", "bits per weight": 32.0, "loss": trained, "above float32": 0.0}
         for form in (form for formats in SERIES.values() for form in formats):
             size = sum(quantize(x, form, BLOCK, -2, double_quant=True).nbytes for x in matrices)
-            loss = held_out(jax.tree.map(lambda x, form=form: rounded(x, form), params), batches)["loss"]
+            loss = held_out(jax.tree.map(lambda x, form=form: rounded(x, form), params), BATCHES)["loss"]
             bits = 8 * size / sum(x.size for x in matrices)
             yield {"format": form, "bits per weight": bits, "loss": loss, "above float32": loss - trained}
 
 
-def by_part(run: str, batches: int, form: str) -> Iterator[Row]:
-    """The loss above float32 with only the embedding and output matrices quantized, and with only the layers."""
-    program, params = open_run(run)
-
-    def quantized(name: str, part: Any) -> Any:
-        axis = -1 if name == "embedding" else -2  # the blocks of an embedding are along its rows
-        return jax.tree.map(lambda x: rounded(x, form, axis), part)
-
-    with Evaluator(program) as held_out:
-        trained = held_out(params, batches)["loss"]
-        for part, is_layers in (("embedding and output", False), ("layers", True)):
-            some = {name: quantized(name, x) if (name == "blocks") is is_layers else x for name, x in params.items()}
-            yield {f"in {form}": part, "above float32": held_out(some, batches)["loss"] - trained}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["formats", "run"])
-    parser.add_argument("run", nargs="?", help="the directory of a run")
-    parser.add_argument("--read", type=Path, metavar="JSON", help="draw these rows of a run again; needs --png")
-    parser.add_argument("--batches", type=int, default=64)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--png", type=Path, help="loss by bits")
-    parser.add_argument("--embeddings", metavar="FORMAT")
+    parser.add_argument("what", choices=["formats", "run", "draw"])
+    parser.add_argument("run", nargs="?", default="runs/quality", help="the directory of a run")
+    parser.add_argument("--write", action="store_true", help="record the rows in docs/benchmarks, and draw the figure")
     args = parser.parse_args()
-    if args.read and not args.png:
-        parser.error("--read needs --png")
-    if args.read:
-        draw_losses(json.loads(args.read.read_text())["rows"], args.png)
+    if args.what == "draw":
+        draw_losses(json.loads(RECORDS["run"].read_text())["rows"], FIGURE)
         return
-    if args.what == "run" and args.run is None:
-        parser.error("run needs the directory of a run")
-    if args.what == "formats":
-        rows = list(formats())
-    elif args.embeddings:
-        rows = list(by_part(args.run, args.batches, args.embeddings))
-    else:
-        rows = list(losses(args.run, args.batches))
+    rows = list(formats() if args.what == "formats" else losses(args.run))
     print(Table("", rows).markdown())
-    if args.json:
+    if args.write:
         about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "block": BLOCK}
-        args.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
-    if args.png:
-        draw_losses(rows, args.png)
+        RECORDS[args.what].write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        if args.what == "run":
+            draw_losses(rows, FIGURE)
 
 
 def draw_losses(rows: Sequence[Row], file: Path) -> None:

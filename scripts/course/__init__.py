@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,11 +60,9 @@ class Stop:
         """Measures. `target` and `options` replace those of the stop."""
         if target is not None:
             self._check(target)
-        start = time.perf_counter()
         module = importlib.import_module(f"{__name__}.{self.topic}")
         arguments = [target or self.target] if self.target else []
-        findings = module.measure(*arguments, **{**self.options, **options})
-        return Visit(self, findings, time.perf_counter() - start)
+        return Visit(self, module.measure(*arguments, **{**self.options, **options}))
 
     def _check(self, target: str) -> None:
         from jaxmem.planning.targets import parse_target
@@ -79,11 +76,10 @@ class Stop:
 
 @dataclass(frozen=True)
 class Visit:
-    """A stop, its findings, and the seconds that they took."""
+    """A stop and its findings."""
 
     stop: Stop
     findings: Findings
-    seconds: float
 
     def draw(self, path: Path) -> bool:
         """Writes the figure; False if the stop has none."""

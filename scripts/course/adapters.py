@@ -1,8 +1,10 @@
 """Each kind, from the same weights and with the same number of updates; then a random subset of the weights."""
 
+import ast
 import json
+import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxmem import adapters, models, optim
 from jaxmem.config import Mlp
 from jaxmem.data.digits import MAX_BRIGHTNESS, Digits
+from jaxmem.data.text import stdlib_files
 from jaxmem.inference.evaluate import Evaluator
 from jaxmem.inference.load import open_model
 from jaxmem.models.losses import cross_entropy
 from jaxmem.typing import JsonDict, Tree
 from scripts.course import Findings, main
-from scripts.course.common import CONFIGS, rows_of, train_all
-from scripts.course.docstrings import questions, source_files
+from scripts.course.common import CONFIGS, Outcome, rows_of, train_all
 from scripts.course.panels import Bars, LinePlot
 from scripts.course.table import Row, Table
 
@@ -70,25 +72,24 @@ def _fine_tune() -> tuple[dict[str, float], list[Row]]:
         data = {"source": "text", "path": str(texts), "sequence_length": 64, "held_out": 0.05}
         train_all({"base": BASE}, keep=base)
         before = {
-            name: _loss(base, {**data, "packing": is_packed})
-            for name, is_packed in (("packed", True), ("not packed", False))
+            "packed": _loss(base, {**data, "packing": True}),
+            "not packed": _loss(base, {**data, "packing": False}),
         }
         config = {**BASE, "data": data, "adapter": {"base_run": base}, "train": {"steps": STEPS}}
         outcomes = train_all(dict.fromkeys(KINDS, config), KINDS)
-    rows: list[Row] = []
-    for name, (plan, held_out) in outcomes.items():
-        parts = plan["bytes_per_device"]
-        rows.append(
-            {
-                "trainable": name,
-                "parameters": plan["model"]["trainable"],
-                "state, MiB": (parts["optimizer"] + parts["master"]) / 2**20,
-                "gradients, activations, MiB": sum(parts[of] for of in ("gradients", "activations", "other")) / 2**20,
-                "loss": held_out["loss"],
-                "config": " ".join(KINDS[name]),
-            }
-        )
-    return before, rows
+    return before, [_row(name, outcome) for name, outcome in outcomes.items()]
+
+
+def _row(name: str, outcome: Outcome) -> Row:
+    parts = outcome.plan["bytes_per_device"]
+    return {
+        "trainable": name,
+        "parameters": outcome.plan["model"]["trainable"],
+        "state, MiB": (parts["optimizer"] + parts["master"]) / 2**20,
+        "gradients, activations, MiB": sum(parts[of] for of in ("gradients", "activations", "other")) / 2**20,
+        "loss": outcome.held_out["loss"],
+        "config": " ".join(KINDS[name]),
+    }
 
 
 def _loss(run: str, data: JsonDict) -> float:
@@ -96,6 +97,46 @@ def _loss(run: str, data: JsonDict) -> float:
     program, params = open_model(run, [f"data={json.dumps(data)}"])
     with Evaluator(program) as held_out:
         return held_out(params, program.cfg.train.evaluate_batches)["loss"]
+
+
+# ---------------------------------------------------------------- questions about the standard library
+# What does X do? The answer is the first line of X's docstring, so the data needs no network.
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+MIN_ANSWER = 16  # characters
+MAX_ANSWER = 90
+
+
+def source_files() -> tuple[list[Path], Path]:
+    """The standard library's modules, and the folder that has all of them."""
+    files = stdlib_files()
+    return files, next(folder for folder in files[0].parents if all(file.is_relative_to(folder) for file in files))
+
+
+def questions(files: Sequence[Path], root: Path) -> dict[str, str]:
+    """Questions and answers for each public function and class of these modules that has a docstring."""
+    answers: dict[str, str] = {}
+    for file in files:
+        module = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        if any(part.startswith("_") for part in module.split(".")):
+            continue
+        try:
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, SyntaxError):  # templates, and files that test the parser
+            continue
+        for name, node in _public(tree):
+            summary = (ast.get_docstring(node) or "").partition("\n")[0].strip()
+            if MIN_ANSWER <= len(summary) <= MAX_ANSWER and re.match(r"[A-Z][a-z]+ ", summary):
+                answers.setdefault(f"What does {module}.{name} do?", summary)
+    return answers
+
+
+def _public(parent: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tuple[str, Definition]]:
+    for node in parent.body:
+        if isinstance(node, Definition) and not node.name.startswith("_"):
+            yield f"{prefix}{node.name}", node
+            if isinstance(node, ast.ClassDef):
+                yield from _public(node, f"{prefix}{node.name}.")
 
 
 # ---------------------------------------------------------------- a random subset

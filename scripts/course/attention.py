@@ -31,7 +31,11 @@ def measure(target: str, lengths: Sequence[int] = LENGTHS, here: Sequence[int] =
     names = IMPLEMENTATIONS if jax.default_backend() == "gpu" else IMPLEMENTATIONS[:2]
     timed = Table(
         f"Attention and its gradients, {common.clock_name()}, ms",
-        [{"tokens": length, **{name: 1e3 * _seconds(name, length) for name in names}} for length in here],
+        [
+            {"tokens": length}
+            | {name: 1e3 * common.seconds(jax.jit(_causal(name)), *_arrays(length)) for name in names}
+            for length in here
+        ],
     )
     errors = [{"case": case, **_errors(case)} for case in CASES]
     growth = {name: compiled.rows[-1][name] / compiled.rows[0][name] for name in IMPLEMENTATIONS}
@@ -73,10 +77,6 @@ def _temporaries(target: str, length: int) -> dict[str, float]:
 
 def _arrays(length: int, heads: int = 4, dim: int = 32) -> list[Any]:
     return [jax.random.normal(key, (1, length, heads, dim)) for key in jax.random.split(jax.random.key(0), 4)]
-
-
-def _seconds(name: str, length: int) -> float:
-    return common.seconds(jax.jit(_causal(name)), *_arrays(length))
 
 
 def _errors(case: str, length: int = 64) -> Row:

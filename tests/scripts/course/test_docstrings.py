@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.course.docstrings import questions
+from scripts.course.adapters import questions
 
 SOURCE = '''
 """A module."""

@@ -91,7 +91,7 @@ def test_a_page_and_a_figure_of_a_visit(tmp_path: Path) -> None:
     table = Table("Two rows", rows, ("size",))
     found = Findings([table], {"times": 2.0}, [line, Bars(table, ("size",)), Bars(table, ("size",) * 2, grouped=True)])
     stop = replace(STOPS["memory"], idea="An idea, in\ntwo lines.\n\nAnd more.\n", note="They grow {times:.1f} times.")
-    visit = Visit(stop, found, 1.0)
+    visit = Visit(stop, found)
     assert visit.draw(tmp_path / "two.png")
     assert (tmp_path / "two.png").stat().st_size > 1000
     page = visit.markdown(tmp_path / "two.png")

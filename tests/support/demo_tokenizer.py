@@ -1,6 +1,6 @@
 """Makes configs/demo-tokenizer.json: byte-level BPE of 1,024 tokens, from beginnings of the standard library's files.
 
-python scripts/bench/demo_tokenizer.py
+python -m tests.support.demo_tokenizer
 """
 
 from collections.abc import Sequence
