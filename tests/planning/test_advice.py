@@ -34,7 +34,6 @@ from jaxmem.step.programs import program
 from tests.planning.conftest import SMALL, config, plan_here
 
 MIB = 2**20
-NOTHING_KNOWN = KnownShapes(frozenset(), frozenset(), frozenset(), frozenset(), frozenset())
 
 
 def found(check: Any, **plan: Any) -> list[PlanWarning]:
@@ -185,7 +184,7 @@ def state_on_host(copied: int) -> Breakdown:
     allocations = [
         Allocation("argument", state.bytes, 0, True, ()), Allocation("temporary", piece.bytes, None, False, (buffer,))
     ]  # fmt: skip
-    return Breakdown(module, allocations, NOTHING_KNOWN)
+    return Breakdown(module, allocations)
 
 
 @pytest.mark.parametrize(("copied", "warns"), [(256 * MIB, True), (16 * MIB, False)])
@@ -272,7 +271,7 @@ def test_a_part_that_has_the_form_of_something_whole_is_no_sign_of_it() -> None:
 def test_an_array_that_only_has_as_many_elements_as_a_whole_one_is_no_sign_of_it() -> None:
     """Layers are the first dimension; activations are [rows, time, ...]; small arrays are not worth a line."""
     built = program(config(mesh={"fsdp": 4}), jax.devices()[:4])
-    known = dataclasses.replace(NOTHING_KNOWN, full_gradients=frozenset({(2, 2048, 4096)}))
+    known = KnownShapes(full_gradients={(2, 2048, 4096)})
 
     def warned(*dims: int, by_shape: bool = False, length: int = 64, **sections: Any) -> list[PlanWarning]:
         shape = HloShape("float32", 32, dims)
@@ -290,7 +289,7 @@ def test_an_array_that_only_has_as_many_elements_as_a_whole_one_is_no_sign_of_it
     accumulated = {"by_shape": True, "length": 2048, "batch": {"accumulate": 2}}
     assert warned(2, 2048, 4096, **accumulated, memory={"update": "during"}) == []
     assert len(warned(2, 2048, 4096, **accumulated)) == 1
-    known = dataclasses.replace(known, full_gradients=frozenset({(2, 64, 128)}))
+    known = KnownShapes(full_gradients={(2, 64, 128)})
     assert warned(2, 64, 128) == []
 
 
