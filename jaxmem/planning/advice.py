@@ -17,13 +17,13 @@ from jaxmem.config.hf_values import read_json
 from jaxmem.config.mesh import MESH_AXES, divisors, replicated_dims
 from jaxmem.config.recompute import is_scheduled
 from jaxmem.errors import UserError, as_yaml
-from jaxmem.estimate.chunks import loss_chunk
+from jaxmem.estimate.passes import loss_chunk
 from jaxmem.estimate.state import bytes_on_device
 from jaxmem.models.fp8 import SCOPE
 from jaxmem.planning.breakdown import ALL_SCORES, LOGITS, STATE_COPIES, UPDATES, stacked_dims
 from jaxmem.planning.communication import collective
 from jaxmem.planning.estimated import estimated
-from jaxmem.planning.hlo import dot_flops, recomputed_values, total_flops
+from jaxmem.planning.hlo import dot_flops, flops_of, recomputed
 from jaxmem.planning.result import Plan, PlanWarning, state_bytes
 from jaxmem.planning.targets import Target
 from jaxmem.planning.units import format_bytes
@@ -102,20 +102,13 @@ def _smaller_micro_batch(built: Program) -> str:
 
 
 def _recomputed_by_xla(plan: Plan) -> Iterator[PlanWarning]:
-    step = plan.compiled_step
-    count = recomputed_values(step.module)
-    if not count or state_bytes(plan.program) > plan.limit:  # which recomputation cannot cure
-        return
-    text = f"to stay below the memory limit, XLA recomputes {count} values that memory.remat saves"
-    if plan.unlimited is not None:
-        flops = total_flops(step.module) - total_flops(plan.unlimited.module)
-        if flops <= 0:
-            return
-        saved = plan.unlimited.total - step.total
-        memory = f"{format_bytes(abs(saved))} {'less' if saved >= 0 else 'more'} memory"
-        text += f": {flops:.3g} more FLOPs per step and {memory} than without a limit"
-    cure = _remedies(plan.program, "memory.remat=full", _smaller_micro_batch(plan.program), "more devices")
-    yield PlanWarning("recomputed by XLA", text, cure)
+    module = plan.compiled_step.module
+    repeated = recomputed(module)
+    flops = flops_of((part for kernel in repeated for part in (kernel, *kernel.inner())), module)
+    if flops and state_bytes(plan.program) <= plan.limit:  # recomputation cannot cure a larger state
+        text = f"to stay below the memory limit, XLA recomputes {len(repeated)} values that memory.remat saves:"
+        cure = _remedies(plan.program, "memory.remat=full", _smaller_micro_batch(plan.program), "more devices")
+        yield PlanWarning("recomputed by XLA", f"{text} {flops:.3g} more FLOPs per step", cure)
 
 
 def _unsharded(plan: Plan) -> Iterator[PlanWarning]:

@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -38,9 +38,9 @@ def _message_classes() -> JsonDict:
     file = descriptor_pb2.FileDescriptorProto(name="jaxmem_hlo.proto", package="jaxmem_hlo", syntax="proto3")
     for name, body in re.findall(r"message (\w+) \{(.*?)\}", schema, re.DOTALL):
         message = file.message_type.add(name=name)
-        for repeated, kind, field, number in re.findall(r"(repeated )?(\w+) (\w+) = (\d+);", body):
+        for repeated, kind, field_name, number in re.findall(r"(repeated )?(\w+) (\w+) = (\d+);", body):
             message.field.add(
-                name=field,
+                name=field_name,
                 number=int(number),
                 label=_Field.LABEL_REPEATED if repeated else _Field.LABEL_OPTIONAL,
                 type=_SCALARS.get(kind, _Field.TYPE_MESSAGE),
@@ -250,14 +250,17 @@ def is_kernel(instruction: Instruction) -> bool:
 
 def total_flops(module: Module) -> int:
     """FLOPs of all matrix multiplications in one run."""
-    return round(
-        sum(dot_flops(instruction) * module.executions[instruction.computation] for instruction in module.walk())
-    )
+    return flops_of(module.walk(), module)
 
 
-def recomputed_values(module: Module) -> int:
-    """The number of values that XLA recomputes by itself, which it names `NAME.remat`."""
-    return sum(".remat" in instruction.name for instruction in module.walk())
+def flops_of(instructions: Iterable[Instruction], module: Module) -> int:
+    """FLOPs of these matrix multiplications in one run of the module."""
+    return round(sum(dot_flops(matmul) * module.executions[matmul.computation] for matmul in instructions))
+
+
+def recomputed(module: Module) -> list[Instruction]:
+    """The instructions with which XLA recomputes values by itself, which it names `NAME.remat`."""
+    return [instruction for instruction in module.walk() if ".remat" in instruction.name]
 
 
 def read_module(serialized: bytes) -> Module:

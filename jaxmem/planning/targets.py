@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -144,18 +144,18 @@ def target_config(gpu: Gpu, usable: int) -> str:
     versions from `dnn_version`.
     """
     major, minor = (int(part) for part in gpu.compute_capability.split("."))
-    shared_core, shared_block, threads, lanes, like = _CORES[gpu.compute_capability]
+    cores = CORES[gpu.compute_capability]
     accelerated = "ACCELERATED_FEATURES" if major in (9, 10) else "NONE"
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
   shared_memory_per_block: 49152
-  shared_memory_per_core: {shared_core}
-  shared_memory_per_block_optin: {shared_block}
-  threads_per_core_limit: {threads}
+  shared_memory_per_core: {cores.shared_memory}
+  shared_memory_per_block_optin: {cores.shared_memory_of_block}
+  threads_per_core_limit: {cores.threads}
   core_count: {gpu.cores}
-  fpus_per_core: {lanes}
+  fpus_per_core: {cores.lanes}
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
@@ -171,20 +171,28 @@ gpu_device_info {{
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "NVIDIA {gpu.kind} like {like}"
+device_description_str: "NVIDIA {gpu.kind} like {cores.example}"
 """
 
 
-# For each compute capability: bytes of shared memory per multiprocessor, and the limit per block; threads and float32
-# lanes per multiprocessor (CUDA programming guide, "compute capabilities"); and a GPU of this capability by name, from
-# which kernels derive the capability. CUDA 13 does not support older capabilities.
-_CORES = {
-    "8.0": (167936, 166912, 2048, 64, "NVIDIA A100"),
-    "8.6": (102400, 101376, 1536, 128, "NVIDIA A10"),
-    "8.9": (102400, 101376, 1536, 128, "NVIDIA L4"),
-    "9.0": (233472, 232448, 2048, 128, "NVIDIA H100"),
-    "10.0": (233472, 232448, 2048, 128, "NVIDIA B200"),
-    "12.0": (102400, 101376, 1536, 128, "NVIDIA RTX PRO 6000"),
+class Cores(NamedTuple):
+    """The multiprocessors of a compute capability (CUDA programming guide, "compute capabilities")."""
+
+    shared_memory: int  # bytes per multiprocessor
+    shared_memory_of_block: int  # the limit in bytes
+    threads: int  # the most resident threads of a multiprocessor
+    lanes: int  # of float32 per multiprocessor, each of which adds and multiplies per clock
+    example: str  # a GPU by name, from which kernels derive the capability
+
+
+# CUDA 13 does not support older capabilities.
+CORES = {
+    "8.0": Cores(167936, 166912, 2048, 64, "NVIDIA A100"),
+    "8.6": Cores(102400, 101376, 1536, 128, "NVIDIA A10"),
+    "8.9": Cores(102400, 101376, 1536, 128, "NVIDIA L4"),
+    "9.0": Cores(233472, 232448, 2048, 128, "NVIDIA H100"),
+    "10.0": Cores(233472, 232448, 2048, 128, "NVIDIA B200"),
+    "12.0": Cores(102400, 101376, 1536, 128, "NVIDIA RTX PRO 6000"),
 }
 
 
@@ -225,17 +233,6 @@ def target_devices(target: Target, usable: int) -> Sequence[Any]:
     return topology.devices
 
 
-def shared_memory(gpu: Gpu) -> int:
-    """Bytes of shared memory per multiprocessor."""
-    return _CORES[gpu.compute_capability][0]
-
-
-def threads_and_lanes(gpu: Gpu) -> tuple[int, int]:
-    """The most resident threads of a multiprocessor, and its float32 lanes, each of which adds and multiplies per
-    clock."""
-    return _CORES[gpu.compute_capability][2:4]
-
-
 def check_compiler(target: Target) -> None:
     """Refuses a target of GPUs if this machine cannot compile for them."""
     if not target.is_here and (remedy := devices.gpu_compiler_remedy()):
@@ -267,6 +264,6 @@ def _from_file(path: Path) -> Gpu:
     if missing := [key for key in fields if key not in spec]:
         raise UserError(f"target {path}: missing {', '.join(missing)}; docs/plan.md has an example")
     capability = spec["compute_capability"] = str(spec["compute_capability"])
-    if capability not in _CORES:
-        raise UserError(f"target {path}: unknown compute_capability {capability}; expected one of {', '.join(_CORES)}")
+    if capability not in CORES:
+        raise UserError(f"target {path}: unknown compute_capability {capability}; expected one of {', '.join(CORES)}")
     return Gpu(**spec)
