@@ -81,9 +81,7 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
         # Quantized weights are dequantized after the all-gather; others are cast before it.
         gathered = step.state.stored_bytes if cfg.precision.is_quantized else step.width
         traffic = step.size_of.traffic(step.state.weights, step.width, gathered)
-        seconds = StepTime(
-            cfg, gpu, per_host, step.passes, traffic, categories, offloaded["optimizer"], offloaded["weights"]
-        ).seconds
+        seconds = StepTime(cfg, gpu, per_host, step.passes, traffic, categories, offloaded).seconds
     checkpoint = sum(step.size_of(role, leaves) for role, leaves in step.state.saved.items())
     host = step.of_micro_batch(step.passes.offloaded) + sum(offloaded.values()) + checkpoint
     return Estimate(categories, kinds, seconds, host)

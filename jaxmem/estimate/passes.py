@@ -305,11 +305,17 @@ def inside(eqn: Any, times: float) -> Iterator[tuple[Any, float]]:
         return
     elif eqn.primitive.name in KERNELS:
         return
+    for inner in inner_traces(eqn):
+        yield from equations(inner, times)
+
+
+def inner_traces(eqn: Any) -> Iterator[Any]:
+    """The traces in the parameters of an operation, such as the body of a loop."""
     for value in eqn.params.values():
         for part in value if isinstance(value, (list, tuple)) else (value,):
-            part = getattr(part, "jaxpr", part)
-            if hasattr(part, "eqns"):
-                yield from equations(part, times)
+            trace = getattr(part, "jaxpr", part)
+            if hasattr(trace, "eqns"):
+                yield trace
 
 
 def cost_of(eqn: Any, times: float) -> Matmul:

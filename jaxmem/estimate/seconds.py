@@ -15,6 +15,7 @@ from jaxmem.machine.gpus import LAUNCH_SECONDS, MATMUL_SECONDS, Gpu
 from jaxmem.machine.links import latency, link_rate
 from jaxmem.models.dispatch import share_of_devices, uses_all_to_all
 from jaxmem.sharding.share import DeviceShare, share_of
+from jaxmem.sharding.table import Role
 from jaxmem.step.context_methods import context_traffic
 from jaxmem.step.execution import repeats_forward
 
@@ -32,8 +33,7 @@ class StepTime:
     passes: TracedPasses
     weights: Mapping[str, float]  # bytes of weights that are communicated, by `state.TRAFFIC`
     categories: Mapping[str, int]  # bytes of one device by category
-    offloaded_optimizer: int  # bytes of its optimizer state in host memory
-    offloaded_frozen: int  # bytes of its frozen weights in host memory
+    offloaded: Mapping[Role, int]  # bytes of its frozen weights and of its optimizer state in host memory
 
     @property
     def seconds(self) -> float:
@@ -44,17 +44,17 @@ class StepTime:
         communication = self._weights() + self._tensor() + self._context() + self._features() + self._experts()
         exposed = max(_MIN_EXPOSED_SHARE * communication, communication - compute)
         # Offloaded frozen weights are copied in both passes, one layer ahead.
-        copies = 2 * self.offloaded_frozen / gpu.host_rate
+        copies = 2 * self.offloaded["weights"] / gpu.host_rate
         exposed += max(_MIN_EXPOSED_SHARE * copies, copies - compute)
         memory = 3 * categories["gradients"] / gpu.memory_rate
         micro_batch = compute + exposed + self._offloaded_activations(compute) + memory
         # Copies for an update after the backward pass are not overlapped, nor those of a stage with several
         # micro-batches; both directions are used at the same time.
-        moved = self.offloaded_optimizer / gpu.host_rate
+        moved = self.offloaded["optimizer"] / gpu.host_rate
         is_overlapped = self.cfg.memory.update == "during" and (self.cfg.mesh.stage == 1 or micro == 1)
         exposed_state = max(0.0, moved - compute) if is_overlapped else moved
         state = sum(categories[name] for name in ("parameters", "master", "optimizer", "gradients"))
-        state += self.offloaded_optimizer + self.offloaded_frozen
+        state += sum(self.offloaded.values())
         return micro * micro_batch + exposed_state + self._per_update() + 3 * state / gpu.memory_rate
 
     @property

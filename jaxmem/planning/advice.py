@@ -16,13 +16,13 @@ from jaxmem.config.devices import resolve
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.mesh import MESH_AXES, divisors, replicated_dims
 from jaxmem.config.recompute import is_scheduled
-from jaxmem.errors import UserError, as_yaml
+from jaxmem.errors import UserError, as_yaml, one_of
 from jaxmem.estimate.passes import loss_chunk
 from jaxmem.estimate.state import bytes_on_device
 from jaxmem.models.fp8 import SCOPE
 from jaxmem.planning.breakdown import ALL_SCORES, LOGITS, STATE_COPIES, UPDATES, stacked_dims
+from jaxmem.planning.budget import estimated
 from jaxmem.planning.communication import collective
-from jaxmem.planning.estimated import estimated
 from jaxmem.planning.hlo import dot_flops, flops_of, recomputed
 from jaxmem.planning.result import Plan, PlanWarning, state_bytes
 from jaxmem.planning.targets import Target
@@ -60,7 +60,7 @@ def warnings_at_start(plan: Plan) -> list[PlanWarning]:
 def _remedies(built: Program, *options: str | None) -> str:
     """The remedies, without settings that the config has already, and those that it does not support."""
     left = [option for option in options if option and not _has(built, option) and _is_supported(built, option)]
-    return ", ".join(left) if len(left) < 2 else f"{', '.join(left[:-1])} or {left[-1]}"
+    return one_of(left) if left else ""
 
 
 def _has(built: Program, setting: str) -> bool:

@@ -1,4 +1,4 @@
-"""`memory.remat: auto`: the fastest recompute policy that fits the memory.
+"""The estimate of a config on a target, and `memory.remat: auto`: the fastest recompute policy that fits the memory.
 
 Every set of names of activations is a candidate: its saved bytes and its recomputed FLOPs follow from one trace of a
 layer (`layers.py`). Further candidates are `none`, which saves most, and `slots_K`, which saves K boundaries in the
@@ -22,11 +22,10 @@ from jaxmem.config.devices import for_devices
 from jaxmem.config.names import IN_CHUNKS, IN_GROUPS
 from jaxmem.errors import UserError, as_yaml
 from jaxmem.estimate.layers import Layer, layers_of
-from jaxmem.estimate.memory import estimate
+from jaxmem.estimate.memory import Estimate, estimate
 from jaxmem.estimate.passes import passes_in_memory, passes_of
 from jaxmem.machine.gpus import CPU, Gpu
 from jaxmem.planning.compile import compile_program
-from jaxmem.planning.estimated import resolved_on
 from jaxmem.planning.targets import Target, target_devices, usable_memory
 from jaxmem.planning.units import format_bytes
 from jaxmem.quant.precision import compute_dtype
@@ -34,6 +33,7 @@ from jaxmem.sharding.share import share_of
 from jaxmem.stack.recompute_plan import recompute_plan
 from jaxmem.step.categories import ROLE_OF_CATEGORY, SAVED
 from jaxmem.step.execution import pipeline_of
+from jaxmem.step.kernel_choice import resolve_kernels
 from jaxmem.step.programs import program
 
 MAX_COMPILES = 4  # largest number of compiled steps, if one of them fits
@@ -51,6 +51,17 @@ class PolicyCandidate:
     remat: str | Save
     saved: int  # bytes per device
     recomputed: float  # seconds of recomputation per sequence, in all layers or those of a group of a pipeline stage
+
+
+def resolved_on(cfg: Config, target: Target) -> Config:
+    """The config with the kernels that `auto` selects on a target."""
+    capability = round(10 * float(target.gpu.compute_capability)) if target.gpu else None
+    return resolve_kernels(cfg, target.platform, capability)
+
+
+def estimated(cfg: Config, target: Target) -> Estimate:
+    """The estimate on a target. Seconds for a CPU are only comparable with each other."""
+    return estimate(resolved_on(cfg, target), target.platform, target.gpu or CPU, target.per_host)
 
 
 def resolve_remat(

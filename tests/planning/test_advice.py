@@ -23,9 +23,9 @@ from jaxmem.pipeline.stages import Pipeline
 from jaxmem.planning import advice
 from jaxmem.planning.advice import PlanWarning, warnings_of
 from jaxmem.planning.breakdown import Breakdown, KnownShapes, NamedBuffer, known_shapes
+from jaxmem.planning.budget import estimated
 from jaxmem.planning.buffers import Allocation, Buffer
 from jaxmem.planning.compile import CompiledProgram, compile_program, replicated_arrays, without_cache
-from jaxmem.planning.estimated import estimated
 from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module, total_flops
 from jaxmem.planning.result import Plan
 from jaxmem.planning.targets import parse_target, target_devices
