@@ -7,7 +7,7 @@ the trace.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,7 +211,8 @@ def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
     def loss(params: Tree, batch: Any, features: Any) -> jax.Array:
         return objective.trained_sum(objective.sums(built.model.bind(params), features, batch))
 
-    run, inputs = (features, ()) if half == "layers" else (loss, (jax.eval_shape(features, params, batch),))
+    run: Callable[..., Any] = features if half == "layers" else loss
+    inputs = () if half == "layers" else (jax.eval_shape(features, params, batch),)
 
     def both(params: Tree, batch: Any, *inputs: Tree) -> tuple[Any, Any]:
         """Saved values, and gradients."""

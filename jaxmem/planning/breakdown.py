@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import jax
 
@@ -259,10 +260,8 @@ def known_shapes(built: Program) -> KnownShapes:
     """The shapes of a program's weights and gradients, from its layout."""
     known = KnownShapes()
     sharded = set[Dims]()
-    all_axes, structure = jax.tree.flatten(built.model.axes, is_leaf=is_axes)
-    params = built.spec.state.params
-    trainable = structure.flatten_up_to(built.model.select(params))
-    for axes, leaf, gradient in zip(all_axes, structure.flatten_up_to(params), trainable, strict=True):
+
+    def add(axes: Axes, leaf: Any, gradient: Any) -> None:
         stored, split, used, moments = (
             _shard(built.layout, role, axes, leaf.shape) for role in ("weights", "gradients", "compute", "optimizer")
         )
@@ -274,7 +273,7 @@ def known_shapes(built: Program) -> KnownShapes:
                 shapes = ((*count, *dims[1:]), dims[1:]) if has_layers else (dims,)
                 known.gradients.update(map(sorted_dims, shapes))
         if not has_layers:
-            continue
+            return
         known.layers = max(known.layers, stored[0])
         sharded.update(stacked_dims(dims) for dims in (stored, split) if dims != used)
         if used != stored:
@@ -283,6 +282,9 @@ def known_shapes(built: Program) -> KnownShapes:
             known.stacked_sizes.add(math.prod(split))
         if gradient is not None and used != split:
             known.full_gradients.add(stacked_dims(used))
+
+    params = built.spec.state.params
+    jax.tree.map(add, built.model.axes, params, built.model.select(params), is_leaf=is_axes)
     known.full_weights -= sharded
     known.full_gradients -= sharded
     return known

@@ -142,24 +142,27 @@ def largest_that_fits(
     """The last candidate that MAX_COMPILES compilations show to fit the limit; if none fits, the first. `other_bytes`:
     the estimated bytes of a step without its saved activations. `worth`: the least gain in seconds per sequence for
     which a step is compiled."""
-    known: dict[int, int] = {}  # bytes of compiled candidates, by number
+    compiled: dict[int, int] = {}  # bytes of compiled candidates, by number
     low = -1
     high = len(ladder)  # candidates up to `low` fit; from `high` on they do not
-    while high - low > 1 and (len(known) < MAX_COMPILES or low < 0):
+    while high - low > 1 and (len(compiled) < MAX_COMPILES or low < 0):
         if low >= 0 and ladder[low].recomputed - ladder[high - 1].recomputed < worth:
             break
         slope = 1.0
-        last = list(known)[-2:]
+        last = list(compiled)[-2:]
         if len(last) == 2:  # extrapolates, since not every saved byte is in memory at the peak
-            slope = (known[last[1]] - known[last[0]]) / (ladder[last[1]].saved - ladder[last[0]].saved)
+            slope = (compiled[last[1]] - compiled[last[0]]) / (ladder[last[1]].saved - ladder[last[0]].saved)
         if last:
-            other_bytes = known[last[-1]] - slope * ladder[last[-1]].saved
+            other_bytes = compiled[last[-1]] - slope * ladder[last[-1]].saved
         guess = sum(slope * candidate.saved + other_bytes <= limit for candidate in ladder) - 1
         if guess <= low and len(last) == 2:
             break  # by extrapolation, the next candidate does not fit
         number = min(max(guess, low + 1), high - 1)
-        known[number] = needed(ladder[number])
-        low, high = (number, high) if known[number] <= limit else (low, number)
+        compiled[number] = needed(ladder[number])
+        if compiled[number] <= limit:
+            low = number
+        else:
+            high = number
     return ladder[max(low, 0)]
 
 
@@ -195,9 +198,9 @@ def _by_name(
     """Every set of names of `activations`: bytes saved, FLOPs of matmuls repeated, and elements of other results, in
     all layers."""
     hidden = {*(IN_CHUNKS if memory.mlp_chunk != "auto" else ()), *(IN_GROUPS if memory.head_groups != "auto" else ())}
-    known = [name for name in activations if name not in hidden]
-    for count in range(len(known) + 1):
-        for names in itertools.combinations(known, count):
+    names_of_layer = [name for name in activations if name not in hidden]
+    for count in range(len(names_of_layer) + 1):
+        for names in itertools.combinations(names_of_layer, count):
             costs = [(layer.count, layer.boundary, *layer.saving(names)) for layer in layers]
             saved = sum(n * (boundary + size) for n, boundary, size, *_ in costs)
             flops = sum(n * flops for n, *_, flops, _ in costs)

@@ -68,7 +68,8 @@ def parse_target(text: str) -> Target:
     """
     name, _, amount = text.partition(":")
     match = re.fullmatch(r"(?:(\d{1,6})x)?(\d{1,6})", amount or "1")
-    hosts, size = (int(match[1] or 1), int(match[2])) if match else (0, 0)
+    hosts = int(match[1] or 1) if match else 0
+    size = int(match[2]) if match else 0
     if not match or not hosts * size:
         raise UserError(f"target {text}: {amount} must be a number of devices above 0, or HOSTSxDEVICES such as 16x8")
     if name == "cpu":
@@ -94,20 +95,20 @@ def parse_target(text: str) -> Target:
     return Target(text, gpu, count, per_host, gpu.memory, gpu.host_memory)
 
 
-def local_target(seen: Sequence[Any], gather: Callable[[int], list[int]] = lambda value: [value]) -> Target:
+def local_target(local: Sequence[Any], gather: Callable[[int], list[int]] = lambda value: [value]) -> Target:
     """The target of local devices, of this process or of all processes of a run. `gather` returns the values of all
     processes, for a target that is the same in all of them: with the least memory of a device and of a host."""
     import jax
 
-    first = seen[0]
-    here = next((device for device in seen if device.process_index == jax.process_index()), first)
-    count = len(seen)
+    first = local[0]
+    here = next((device for device in local if device.process_index == jax.process_index()), first)
+    count = len(local)
     names = join.hosts()  # several processes may share a host
-    hosts = [names[device.process_index] if names else device.process_index for device in seen]
+    hosts = [names[device.process_index] if names else device.process_index for device in local]
     per_host = hosts.count(hosts[0])
     share = min(gather(devices.host_memory()["total"] // per_host))
     if first.platform == "cpu":
-        return Target(f"cpu:{count}", None, count, per_host, share, share, tuple(seen))
+        return Target(f"cpu:{count}", None, count, per_host, share, share, tuple(local))
     # jax raises an error for a device of another process.
     reported = min(gather((here.memory_stats() or {}).get("bytes_limit", 0)))
     gpu = gpus.find(first.device_kind, reported)
@@ -116,7 +117,7 @@ def local_target(seen: Sequence[Any], gather: Callable[[int], list[int]] = lambd
     name = gpu.name if gpu else first.device_kind
     withheld = memory - reported if reported else None
     amount = count if per_host == min(count, PER_HOST) else f"{-(-count // per_host)}x{per_host}"
-    return Target(f"{name}:{amount}", gpu, count, per_host, memory, share, tuple(seen), withheld)
+    return Target(f"{name}:{amount}", gpu, count, per_host, memory, share, tuple(local), withheld)
 
 
 def reserved_memory(target: Target, gib: float | None = None) -> int:
@@ -241,18 +242,18 @@ def check_compiler(target: Target) -> None:
 
 def _from_file(path: Path) -> Gpu:
     try:
-        given = yaml.safe_load(read_file(path, 1 << 20).decode())
+        settings = yaml.safe_load(read_file(path, 1 << 20).decode())
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise UserError(f"target {path}: cannot be read: {reason}") from error
-    if not isinstance(given, dict):
-        raise UserError(f"target {path}: expected fields such as memory_gib: 24, not {as_yaml(given)}")
+    if not isinstance(settings, dict):
+        raise UserError(f"target {path}: expected fields such as memory_gib: 24, not {as_yaml(settings)}")
     spec: JsonDict = {"name": path.stem, "kind": path.stem, "link_group": Gpu.link_group}
-    if (like := given.pop("like", None)) is not None:
+    if (like := settings.pop("like", None)) is not None:
         if like not in GPUS:
             raise UserError(f"target {path}: like={as_yaml(like)} is unknown{nearest(like, GPUS)}")
         spec = dataclasses.asdict(GPUS[like]) | {"name": path.stem}
-    spec |= given
+    spec |= settings
     fields: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Gpu)}
     for key, value in spec.items():
         if key not in fields:
