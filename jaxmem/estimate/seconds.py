@@ -41,7 +41,12 @@ class StepTime:
         categories = self.categories
         micro = self.cfg.batch.accumulate
         compute = self._compute() * passes_per_update(self.cfg) / micro
-        communication = self._weights() + self._tensor() + self._context() + self._features() + self._experts()
+        communication = self._weights()
+        if isinstance(model := self.cfg.model, Decoder):
+            communication += self._tensor(model)
+            communication += self._context()
+            communication += self._features(model)
+            communication += self._experts(model)
         exposed = max(_MIN_EXPOSED_SHARE * communication, communication - compute)
         # Offloaded frozen weights are copied in both passes, one layer ahead.
         copies = 2 * self.offloaded["weights"] / gpu.host_rate
@@ -116,33 +121,27 @@ class StepTime:
             return within + replicas + self._ring(weights["renewed"], mesh.replica, mesh.tensor * self._split)
         return within + 2 * replicas + self._ring(weights["renewed"], self._split, mesh.tensor)
 
-    def _tensor(self) -> float:
+    def _tensor(self, model: Decoder) -> float:
         """Seconds of the reductions of the residual stream per layer and pass: one for attention and one for the MLP,
         if `tensor` shards them. Attention that is not sharded over `tensor` still gathers all positions."""
-        model = self.cfg.model
-        tensor = self.cfg.mesh.tensor
-        if not isinstance(model, Decoder) or tensor == 1:
-            return 0.0
         residual = self._tokens * model.embed * self._width
         halves = (1 if self._share.shards("heads") > 1 else 0.5) + (self._share.shards("mlp") > 1)
         passes = 5 if repeats_forward(self.cfg.memory.remat) else 4
-        return halves * passes * layers_per_pass(self.cfg) * self._ring(residual, tensor, 1)
+        return halves * passes * layers_per_pass(self.cfg) * self._ring(residual, self.cfg.mesh.tensor, 1)
 
-    def _features(self) -> float:
+    def _features(self, model: Decoder) -> float:
         """Seconds in which features are gathered for logits whose vocabulary is sharded over the axes of
         `rules.logits`, and their gradients are reduced."""
-        mesh = self.cfg.mesh
-        model = self.cfg.model
-        over = self.cfg.rules.logits
-        if not isinstance(model, Decoder) or not over:
+        if not self.cfg.rules.logits:
             return 0.0
+        mesh = self.cfg.mesh
         group = mesh.fsdp * mesh.expert
         return 2 * self._ring(self._tokens * group * model.embed * self._width, group, mesh.tensor * mesh.context)
 
     def _context(self) -> float:
         """Seconds of the communication of attention over `context`, which full recompute repeats."""
         mesh = self.cfg.mesh
-        if not isinstance(self.cfg.model, Decoder) or mesh.context == 1:
+        if mesh.context == 1:
             return 0.0
         forward, backward = context_traffic(self._share, self.cfg.precision, mesh.context_method)
         passes = 2 if repeats_forward(self.cfg.memory.remat) else 1
@@ -153,11 +152,10 @@ class StepTime:
             sent * mesh.context / (mesh.context - 1), mesh.context, mesh.tensor, kind=kind
         )
 
-    def _experts(self) -> float:
+    def _experts(self, model: Decoder) -> float:
         """Seconds in which tokens are sent to the devices of their experts, and results back."""
-        model = self.cfg.model
         devices = self.cfg.mesh.expert
-        if not isinstance(model, Decoder) or model.experts is None or devices == 1:
+        if model.experts is None or devices == 1:
             return 0.0
         top_k = model.experts.top_k
         share, kind = (

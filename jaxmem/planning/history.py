@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from jaxmem.kernels.scopes import purpose_of
 from jaxmem.machine import gpus
@@ -148,22 +149,29 @@ def _pass(instruction: Instruction) -> str | None:
     return "loss" if purpose_of(maker.op_name) == "logits" else pass_of(maker.op_name)
 
 
+class _Cuts(NamedTuple):
+    """A division of the moments so far into passes."""
+
+    seconds: float  # of operations that are inside the interval of their own pass
+    begins: tuple[int, ...]  # the moment at which each pass begins
+
+
 def _passes(labels: Sequence[str | None], edges: Sequence[float]) -> list[JsonDict]:
     """The passes of the step, in order, one interval per pass. A schedule mixes the passes a little, and micro-batches
     repeat them in a loop. So the intervals are chosen such that operations with the largest total time are inside the
     interval of their own pass."""
     count = len(PASSES)
-    # For the best cuts that end in each pass: the seconds in the right pass, and the moment at which each pass begins.
-    cuts: list[tuple[float, tuple[int, ...]]] = [(0.0, (0,) * count)] * count
+    best = [_Cuts(0.0, (0,) * count)] * count  # for each pass, the best division that ends in it
     for moment, label in enumerate(labels):
         for n in range(1, count):
-            if cuts[n - 1][0] >= cuts[n][0]:
-                cuts[n] = cuts[n - 1][0], cuts[n - 1][1][:n] + (moment,) * (count - n)
+            before = best[n - 1]
+            if before.seconds >= best[n].seconds:
+                best[n] = _Cuts(before.seconds, before.begins[:n] + (moment,) * (count - n))
         if label is not None:
             n = PASSES.index(label)
-            cuts[n] = cuts[n][0] + edges[moment + 1] - edges[moment], cuts[n][1]
-    latest = max(range(count), key=lambda n: cuts[n][0])
-    begins = [edges[n] for n in cuts[latest][1][: latest + 1]] + [1.0]
+            best[n] = best[n]._replace(seconds=best[n].seconds + edges[moment + 1] - edges[moment])
+    latest = max(range(count), key=lambda n: best[n].seconds)
+    begins = [edges[moment] for moment in best[latest].begins[: latest + 1]] + [1.0]
     ranges = zip(PASSES, begins, begins[1:], strict=False)
     return [{"name": name, "begin": begin, "end": end} for name, begin, end in ranges if end > begin]
 
