@@ -45,9 +45,9 @@ def plan(
     """
     if target == "list":
         from jaxmem.machine.gpus import GPUS
-        from jaxmem.planning.table import TargetList
+        from jaxmem.planning.table import target_table
 
-        show({"targets": [dataclasses.asdict(gpu) for gpu in GPUS.values()]} if as_json else TargetList())
+        show({"targets": [dataclasses.asdict(gpu) for gpu in GPUS.values()]} if as_json else target_table())
         return
     if target and simulate:
         raise UserError(f"--simulate {simulate} and --target {target} both select devices; use one of them")

@@ -2,7 +2,6 @@
 
 state       the exact bytes of the state on one device
 passes      saved activations and matmuls of one sequence, from jax's trace; layers: of each value of a layer
-chunks      the chunks in which one device computes, where the config says auto
 memory      bytes of one device at the peak
 seconds     the time of a step
 """

@@ -21,6 +21,7 @@ from jaxmem.estimate.passes import (
     LOOPS,
     MATMULS,
     cost_of,
+    inner_traces,
     inside,
     on_one_device,
     shape_of,
@@ -165,7 +166,8 @@ class _Operations:
 
         for eqn in jaxpr.eqns:
             sources = [maker(x) for x in eqn.invars]
-            inner = None if eqn.primitive.name in LOOPS else _called(eqn)
+            calls = () if eqn.primitive.name in LOOPS else inner_traces(eqn)
+            inner = next((trace for trace in calls if len(trace.invars) == len(eqn.invars)), None)
             if inner is not None:
                 producers |= zip(eqn.outvars, self.add(inner, sources), strict=True)
                 continue
@@ -188,12 +190,3 @@ class _Operations:
             )
         )
         return LayerOperation(sources, flops, elements, self._back)
-
-
-def _called(eqn: Any) -> Any:
-    """The jaxpr inside of a call."""
-    for value in eqn.params.values():
-        value = getattr(value, "jaxpr", value)
-        if hasattr(value, "eqns") and len(value.invars) == len(eqn.invars):
-            return value
-    return None

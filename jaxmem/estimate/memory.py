@@ -14,12 +14,11 @@ from functools import cached_property
 import jax
 import numpy as np
 
-from jaxmem.config import Config, Decoder, Memory
+from jaxmem.config import Config, Decoder
 from jaxmem.config.names import is_offloaded
-from jaxmem.estimate.chunks import loss_chunk, mlp_chunk
-from jaxmem.estimate.passes import passes_in_memory, passes_of
+from jaxmem.estimate.passes import loss_chunk, mlp_chunk, passes_in_memory, passes_of
 from jaxmem.estimate.seconds import StepTime
-from jaxmem.estimate.state import DeviceBytes, StateLeaf, StateLeaves, state_of
+from jaxmem.estimate.state import DeviceBytes, StateLeaf, state_of
 from jaxmem.kernels.fused_attention import cudnn
 from jaxmem.machine.gpus import Gpu
 from jaxmem.models.mixture import MAX_LOAD_RATIO
@@ -70,141 +69,140 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
         gpu: the kind of GPU; None: the time is not estimated.
         per_host: the number of devices that share a host.
     """
-    passes = passes_of(cfg, platform)
-    state = state_of(cfg, platform)
-    size_of = DeviceBytes(cfg)
-    dtype = compute_dtype(cfg.precision, platform)
-    width = dtype.itemsize
-    sizes = None
-    if isinstance(cfg.model, Decoder):
-        fetched = _experts_of_layer(state, size_of) if _offloads(cfg.memory, "weights") else 0
-        sizes = DecoderSizes(cfg, cfg.model, dtype, fetched)
-    categories, offloaded = _state_bytes(cfg.memory, state, size_of)
-    kinds = _activations(cfg, _bytes_of_micro_batch(cfg, passes.saved), state, size_of, sizes)
+    step = _Step(cfg, platform)
+    categories, offloaded = step.state_bytes()
+    kinds = step.activations()
     activations = sum(kinds.values())
-    if cfg.memory.update == "during":
-        gradients = _update_during(cfg, state, size_of, sizes, width, activations)
-    else:
-        gradients = _update_after(size_of, state, cfg.batch.accumulate, width, activations)
-    categories |= {"gradients": gradients, "activations": activations, "batch": _batch_bytes(cfg)}
+    categories |= {
+        "gradients": step.gradients(activations), "activations": activations, "batch": step.batch_bytes()
+    }  # fmt: skip
     seconds = None
     if gpu:
         # Quantized weights are dequantized after the all-gather; others are cast before it.
-        gathered = state.stored_bytes if cfg.precision.is_quantized else width
-        traffic = size_of.traffic(state.weights, width, gathered)
-        time = StepTime(cfg, gpu, per_host, passes, traffic, categories, offloaded["optimizer"], offloaded["weights"])
-        seconds = time.seconds
-    checkpoint = sum(size_of(role, leaves) for role, leaves in state.saved.items())
-    host = _bytes_of_micro_batch(cfg, passes.offloaded) + sum(offloaded.values()) + checkpoint
+        gathered = step.state.stored_bytes if cfg.precision.is_quantized else step.width
+        traffic = step.size_of.traffic(step.state.weights, step.width, gathered)
+        seconds = StepTime(cfg, gpu, per_host, step.passes, traffic, categories, offloaded).seconds
+    checkpoint = sum(step.size_of(role, leaves) for role, leaves in step.state.saved.items())
+    host = step.of_micro_batch(step.passes.offloaded) + sum(offloaded.values()) + checkpoint
     return Estimate(categories, kinds, seconds, host)
 
 
-def _offloads(memory: Memory, role: Role) -> bool:
-    """Whether the arrays of the state in a role are in host memory, if they can be offloaded."""
-    return is_offloaded(memory.offload, "frozen" if role == "weights" else role)
+class _Step:
+    """The arrays of a training step on one device. `width`: bytes per element of the compute dtype; `saved`: bytes of
+    the saved activations of a micro-batch; `decoder`: the sizes of a decoder's arrays."""
 
+    def __init__(self, cfg: Config, platform: str) -> None:
+        self.cfg = cfg
+        self.passes = passes_of(cfg, platform)
+        self.state = state_of(cfg, platform)
+        self.size_of = DeviceBytes(cfg)
+        dtype = compute_dtype(cfg.precision, platform)
+        self.width = dtype.itemsize
+        self.saved = self.of_micro_batch(self.passes.saved)
+        fetched = self._experts_of_layer() if self._offloads("weights") else 0
+        self.decoder = DecoderSizes(cfg, cfg.model, dtype, fetched) if isinstance(cfg.model, Decoder) else None
 
-def _state_bytes(memory: Memory, state: StateLeaves, size_of: DeviceBytes) -> tuple[dict[str, int], dict[Role, int]]:
-    """Bytes of the state: on the device, by category; in host memory, by role."""
-    on_device: dict[str, int] = {}
-    on_host: dict[Role, int] = {"weights": 0, "optimizer": 0}
-    for category, role in ROLE_OF_CATEGORY.items():
-        leaves = state.categories[category]
-        away = size_of(role, (leaf for leaf in leaves if leaf.can_offload)) if _offloads(memory, role) else 0
-        on_device[category] = size_of(role, leaves) - away
-        on_host[role] += away
-    return on_device, on_host
+    def state_bytes(self) -> tuple[dict[str, int], dict[Role, int]]:
+        """Bytes of the state: on the device, by category; in host memory, by role."""
+        on_device: dict[str, int] = {}
+        on_host: dict[Role, int] = {"weights": 0, "optimizer": 0}
+        for category, role in ROLE_OF_CATEGORY.items():
+            leaves = self.state.categories[category]
+            can_leave = [leaf for leaf in leaves if leaf.can_offload and self._offloads(role)]
+            on_device[category] = self.size_of(role, leaves) - self.size_of(role, can_leave)
+            on_host[role] += self.size_of(role, can_leave)
+        return on_device, on_host
 
+    def activations(self) -> dict[str, int]:
+        """Bytes of activations and of copied weights at the peak, by kind. `DecoderSizes.layer` has the weights that
+        are fetched from host memory."""
+        kinds = {SAVED: self.saved}
+        if self.decoder:
+            kinds |= self.decoder.at_peak(self.saved)
+        if not self._offloads("weights"):
+            # XLA slices the experts of a layer from the stack, since loops and kernels read them.
+            kinds[GATHERED] = self._experts_of_layer()
+        if self.cfg.memory.update == "during":
+            # A transposed copy exists of each weight that the backward pass updates, if its all-gather is then
+            # contiguous.
+            transposed = filter(self.size_of.is_transposed, self.state.categories["parameters"])
+            kinds[COPIES] = self.size_of("weights", transposed)
+        return kinds
 
-def _activations(
-    cfg: Config, saved: int, state: StateLeaves, size_of: DeviceBytes, sizes: "DecoderSizes | None"
-) -> dict[str, int]:
-    """Bytes of activations and of copied weights at the peak, by kind. `DecoderSizes.layer` has the weights that are
-    fetched from host memory. `saved`: bytes of the saved activations."""
-    kinds = {SAVED: saved} | (sizes.at_peak(saved) if sizes else {})
-    if not _offloads(cfg.memory, "weights"):
-        # XLA slices the experts of a layer from the stack, since loops and kernels read them.
-        kinds[GATHERED] = _experts_of_layer(state, size_of)
-    if cfg.memory.update == "during":
-        # A transposed copy exists of each weight that the backward pass updates, if its all-gather is then contiguous.
-        transposed = filter(size_of.is_transposed, state.categories["parameters"])
-        kinds[COPIES] = size_of("weights", transposed)
-    return kinds
+    def gradients(self, activations: int) -> int:
+        """Bytes of gradients and updates, of which updates may use the memory of the activations."""
+        if self.cfg.memory.update == "after":
+            return self._update_after(activations)
+        if pipeline := pipeline_of(self.cfg):
+            return self._update_in_stages(pipeline.stored)
+        return self._update_during(activations)
 
+    def batch_bytes(self) -> int:
+        shards = self.cfg.mesh.row_shards * self.cfg.mesh.context
+        arrays = batch_spec(self.cfg).values()
+        return sum(math.prod(shape) * np.dtype(dtype).itemsize // shards for shape, dtype, _ in arrays)
 
-def _update_after(size_of: DeviceBytes, state: StateLeaves, micro_batches: int, width: int, activations: int) -> int:
-    """The larger of the bytes of gradients, and the bytes by which updates exceed the activations, which are freed
-    before the update. `width`: bytes per element of the compute dtype."""
-    gradients = size_of("gradients", state.trainable)
-    if size_of.stages > 1 or micro_batches > 1:  # the gradients of layers are added to float32 sums one by one
-        gradients = max((size_of("gradients", [leaf]) for leaf in state.trainable if not leaf.is_stacked), default=0)
-        if size_of.stages == 1 and size_of.reduces_once:  # the reduced gradients, together with the sums
-            gradients = max(gradients, size_of("optimizer", state.trainable, width))
-        gradients += size_of("gradients", state.trainable, FLOAT32)
-    # If the optimizer state is sharded over more devices than the weights, shards of all new weights exist; new weights
-    # outside of layers are gathered before the old ones are freed.
-    stored_width = math.ceil(state.stored_bytes)
-    stored, shards = (size_of(role, state.trainable, stored_width) for role in ("weights", "optimizer"))
-    outside = size_of("weights", (leaf for leaf in state.trainable if not leaf.is_stacked), stored_width)
-    updates = shards + outside if stored > shards else 0
-    return max(gradients, updates - activations)
+    def of_micro_batch(self, row: int) -> int:
+        """Bytes of saved activations of a micro-batch. `row`: bytes of one sequence."""
+        return int(row * share_of(self.cfg).rows * passes_in_memory(self.cfg))
 
+    def _offloads(self, role: Role) -> bool:
+        """Whether the arrays of the state in a role are in host memory, if they can be offloaded."""
+        return is_offloaded(self.cfg.memory.offload, "frozen" if role == "weights" else role)
 
-def _experts_of_layer(state: StateLeaves, size_of: DeviceBytes) -> int:
-    """Bytes of the frozen experts of one layer, with their scales."""
-    stored = (*state.categories["parameters"], *state.categories["quantization"])
-    return _one_layer(size_of, "weights", [leaf for leaf in stored if leaf.can_offload and "expert" in leaf.axes])
+    def _experts_of_layer(self) -> int:
+        """Bytes of the frozen experts of one layer, with their scales."""
+        stored = (*self.state.categories["parameters"], *self.state.categories["quantization"])
+        return self._one_layer("weights", [leaf for leaf in stored if leaf.can_offload and "expert" in leaf.axes])
 
+    def _one_layer(self, role: Role, leaves: Sequence[StateLeaf], width: int = 0) -> int:
+        """Bytes of one layer of the stacked arrays. `width`: bytes per element, by default of the stored dtype."""
+        stacked = (leaf for leaf in leaves if leaf.is_stacked)
+        return sum(self.size_of(role, [leaf], width) * self.size_of.stages // leaf.shape[0] for leaf in stacked)
 
-def _one_layer(size_of: DeviceBytes, role: Role, leaves: Sequence[StateLeaf], width: int = 0) -> int:
-    """Bytes of one layer of the stacked arrays. `width`: bytes per element, by default of the stored dtype."""
-    stacked = (leaf for leaf in leaves if leaf.is_stacked)
-    return sum(size_of(role, [leaf], width) * size_of.stages // leaf.shape[0] for leaf in stacked)
+    def _update_after(self, activations: int) -> int:
+        """The larger of the bytes of gradients, and the bytes by which updates exceed the activations, which are freed
+        before the update."""
+        size_of = self.size_of
+        trainable = self.state.trainable
+        gradients = size_of("gradients", trainable)
+        if size_of.stages > 1 or self.cfg.batch.accumulate > 1:
+            # The gradients of layers are added to float32 sums one by one.
+            gradients = max((size_of("gradients", [leaf]) for leaf in trainable if not leaf.is_stacked), default=0)
+            if size_of.stages == 1 and size_of.reduces_once:  # the reduced gradients, together with the sums
+                gradients = max(gradients, size_of("optimizer", trainable, self.width))
+            gradients += size_of("gradients", trainable, FLOAT32)
+        # If the optimizer state is sharded over more devices than the weights, shards of all new weights exist; new
+        # weights outside of layers are gathered before the old ones are freed.
+        width = math.ceil(self.state.stored_bytes)
+        stored = size_of("weights", trainable, width)
+        shards = size_of("optimizer", trainable, width)
+        outside = size_of("weights", (leaf for leaf in trainable if not leaf.is_stacked), width)
+        updates = shards + outside if stored > shards else 0
+        return max(gradients, updates - activations)
 
+    def _update_during(self, activations: int) -> int:
+        """Bytes with `memory.update: during`. During the backward pass of the layers, the gradients of one layer and of
+        all parameters outside of layers exist; afterwards the gradients of parameters outside, and the largest
+        update."""
+        # Embedding and output matrices are updated in slices, unless their complete gradients are needed.
+        needs_all = not self.decoder or self.decoder.has_all_logits or self.cfg.optimizer.needs_whole_embedding
+        updated = [leaf for leaf in self.state.trainable if needs_all or "vocab" not in leaf.axes]
+        outside = [self.size_of("gradients", [leaf]) for leaf in updated if not leaf.is_stacked]
+        layer = self._one_layer("gradients", updated)
+        widening = FLOAT32 // self.width if self.cfg.batch.accumulate > 1 else 1
+        return max((sum(outside) + layer) * widening, sum(outside) + max(outside, default=0) - activations)
 
-def _update_during(
-    cfg: Config,
-    state: StateLeaves,
-    size_of: DeviceBytes,
-    sizes: "DecoderSizes | None",
-    width: int,
-    activations: int,
-) -> int:
-    """Bytes of gradients and updates with `memory.update: during`. During the backward pass of the layers, the
-    gradients of one layer and of all parameters outside of layers exist; afterwards the gradients of parameters
-    outside exist, and the largest update. `width`: bytes per element of the compute dtype."""
-    if pipeline := pipeline_of(cfg):
-        return _update_in_stages(size_of, state, pipeline.stored, cfg.batch.accumulate)
-    # Embedding and output matrices are updated in slices, unless their complete gradients are needed.
-    needs_all = sizes is None or sizes.has_all_logits or cfg.optimizer.needs_whole_embedding
-    updated = [leaf for leaf in state.trainable if needs_all or "vocab" not in leaf.axes]
-    outside = [size_of("gradients", [leaf]) for leaf in updated if not leaf.is_stacked]
-    layer = _one_layer(size_of, "gradients", updated)
-    widening = FLOAT32 // width if cfg.batch.accumulate > 1 else 1
-    return max((sum(outside) + layer) * widening, sum(outside) + max(outside, default=0) - activations)
-
-
-def _update_in_stages(size_of: DeviceBytes, state: StateLeaves, layers: int, micro_batches: int) -> int:
-    """Bytes of gradients with `memory.update: during` on pipeline stages: the float32 sums, and the largest gradient of
-    a layer or of a parameter outside of the stages. With one micro-batch, layers of stages have no sums. `layers`: of
-    all stages, with identity layers."""
-    inside = [leaf for leaf in state.trainable if leaf.is_stacked and leaf.shape[0] == layers]
-    outside = [leaf for leaf in state.trainable if leaf not in inside]
-    sums = size_of("gradients", outside if micro_batches == 1 else state.trainable, FLOAT32)
-    layer = _one_layer(size_of, "gradients", inside, FLOAT32)
-    return sums + max([layer, *(size_of("gradients", [leaf]) for leaf in outside)])
-
-
-def _batch_bytes(cfg: Config) -> int:
-    """Bytes of a batch on one device."""
-    shards = cfg.mesh.row_shards * cfg.mesh.context
-    arrays = batch_spec(cfg).values()
-    return sum(math.prod(shape) * np.dtype(dtype).itemsize // shards for shape, dtype, _ in arrays)
-
-
-def _bytes_of_micro_batch(cfg: Config, row: int) -> int:
-    """Bytes of saved activations of a micro-batch. `row`: bytes of one sequence."""
-    return int(row * share_of(cfg).rows * passes_in_memory(cfg))
+    def _update_in_stages(self, layers: int) -> int:
+        """Bytes with `memory.update: during` on pipeline stages: the float32 sums, and the largest gradient of a layer
+        or of a parameter outside of the stages. With one micro-batch, layers of stages have no sums. `layers`: of all
+        stages, with identity layers."""
+        trainable = self.state.trainable
+        inside = [leaf for leaf in trainable if leaf.is_stacked and leaf.shape[0] == layers]
+        outside = [leaf for leaf in trainable if leaf not in inside]
+        sums = self.size_of("gradients", outside if self.cfg.batch.accumulate == 1 else trainable, FLOAT32)
+        layer = self._one_layer("gradients", inside, FLOAT32)
+        return sums + max([layer, *(self.size_of("gradients", [leaf]) for leaf in outside)])
 
 
 @dataclass(frozen=True)

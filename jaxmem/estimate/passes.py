@@ -7,26 +7,27 @@ the trace.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Literal
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxmem import config
 from jaxmem.config import Config, Decoder, Memory
 from jaxmem.config.names import BOUNDARY, offloaded_activations
-from jaxmem.estimate.chunks import loss_chunk
 from jaxmem.kernels.scopes import mean_runs
 from jaxmem.machine.gpus import keys_per_query
+from jaxmem.models.cross_entropy import max_update_entries, slice_width
 from jaxmem.models.fp8 import SCOPE
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding.layout import layout_for
-from jaxmem.sharding.share import share_of
+from jaxmem.sharding.share import DeviceShare, share_of
 from jaxmem.sharding.weights import differentiable, with_gradients
-from jaxmem.step.execution import pipeline_of
+from jaxmem.step.execution import chunking, pipeline_of
 from jaxmem.step.programs import Program
 from jaxmem.typing import Tree
 
@@ -96,6 +97,23 @@ def shape_of(cfg: Config, platform: str) -> Config:
         memory={"loss_chunk": chunk or "auto", "budget": None},
         precision={"compute": "fp8" if cfg.precision.compute == "fp8" else compute.name},
     )
+
+
+def loss_chunk(memory: Memory, share: DeviceShare, dtype: jnp.dtype) -> int | None:
+    """`memory.loss_chunk`, resolved: at most the vocabulary entries of the device. None: the model has no vocabulary.
+    `dtype`: the compute dtype."""
+    if not isinstance(share.model, Decoder):
+        return None
+    tokens = math.ceil(share.tokens * share.shards("vocab") / share.mesh.tensor)
+    most = max_update_entries(memory.update, share.model.embed)
+    return slice_width(memory.loss_chunk, tokens, share.vocab, dtype.itemsize, most) or share.vocab
+
+
+def mlp_chunk(memory: Memory, share: DeviceShare, dtype: jnp.dtype) -> int | None:
+    """`memory.mlp_chunk`, resolved: the number of tokens of a sequence in a chunk. None: all."""
+    if not isinstance(share.model, Decoder):
+        return None
+    return chunking(memory).chunk_size(share.stream(dtype), 0 if share.model.experts else share.model.mlp)
 
 
 def passes_of(cfg: Config, platform: str) -> TracedPasses:
@@ -193,7 +211,8 @@ def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
     def loss(params: Tree, batch: Any, features: Any) -> jax.Array:
         return objective.trained_sum(objective.sums(built.model.bind(params), features, batch))
 
-    run, inputs = (features, ()) if half == "layers" else (loss, (jax.eval_shape(features, params, batch),))
+    run: Callable[..., Any] = features if half == "layers" else loss
+    inputs = () if half == "layers" else (jax.eval_shape(features, params, batch),)
 
     def both(params: Tree, batch: Any, *inputs: Tree) -> tuple[Any, Any]:
         """Saved values, and gradients."""
@@ -204,7 +223,7 @@ def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
         y, back = jax.vjp(forward, differentiable(built.model.select(params)), *inputs)
         saved, backward = jax.tree.flatten(back)
         gradients = jax.jit(lambda saved, y: jax.tree.unflatten(backward, saved)(y))
-        return saved, gradients(saved, jax.tree.map(jax.numpy.ones_like, y))
+        return saved, gradients(saved, jax.tree.map(jnp.ones_like, y))
 
     traced, (outs, _) = jax.make_jaxpr(both, return_shape=True)(params, batch, *inputs)
     # The rule of a matmul also computes the gradient of a frozen weight, which XLA removes, with what only it reads.
@@ -226,8 +245,8 @@ def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
 
 def _in_bfloat16(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """The shape of a weight in bfloat16; integers, which the model of a script may store, stay integers."""
-    is_weight = jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
-    return jax.ShapeDtypeStruct(x.shape, jax.numpy.bfloat16 if is_weight else x.dtype)
+    is_weight = jnp.issubdtype(x.dtype, jnp.floating)
+    return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if is_weight else x.dtype)
 
 
 def _saved(traced: Any, outs: Sequence[Any], model: Any, tensor: int) -> dict[Any, float]:
@@ -287,11 +306,17 @@ def inside(eqn: Any, times: float) -> Iterator[tuple[Any, float]]:
         return
     elif eqn.primitive.name in KERNELS:
         return
+    for inner in inner_traces(eqn):
+        yield from equations(inner, times)
+
+
+def inner_traces(eqn: Any) -> Iterator[Any]:
+    """The traces in the parameters of an operation, such as the body of a loop."""
     for value in eqn.params.values():
         for part in value if isinstance(value, (list, tuple)) else (value,):
-            part = getattr(part, "jaxpr", part)
-            if hasattr(part, "eqns"):
-                yield from equations(part, times)
+            trace = getattr(part, "jaxpr", part)
+            if hasattr(trace, "eqns"):
+                yield trace
 
 
 def cost_of(eqn: Any, times: float) -> Matmul:

@@ -15,6 +15,7 @@ from jaxmem.machine.gpus import LAUNCH_SECONDS, MATMUL_SECONDS, Gpu
 from jaxmem.machine.links import latency, link_rate
 from jaxmem.models.dispatch import share_of_devices, uses_all_to_all
 from jaxmem.sharding.share import DeviceShare, share_of
+from jaxmem.sharding.table import Role
 from jaxmem.step.context_methods import context_traffic
 from jaxmem.step.execution import repeats_forward
 
@@ -32,8 +33,7 @@ class StepTime:
     passes: TracedPasses
     weights: Mapping[str, float]  # bytes of weights that are communicated, by `state.TRAFFIC`
     categories: Mapping[str, int]  # bytes of one device by category
-    offloaded_optimizer: int  # bytes of its optimizer state in host memory
-    offloaded_frozen: int  # bytes of its frozen weights in host memory
+    offloaded: Mapping[Role, int]  # bytes of its frozen weights and of its optimizer state in host memory
 
     @property
     def seconds(self) -> float:
@@ -41,20 +41,25 @@ class StepTime:
         categories = self.categories
         micro = self.cfg.batch.accumulate
         compute = self._compute() * passes_per_update(self.cfg) / micro
-        communication = self._weights() + self._tensor() + self._context() + self._features() + self._experts()
+        communication = self._weights()
+        if isinstance(model := self.cfg.model, Decoder):
+            communication += self._tensor(model)
+            communication += self._context()
+            communication += self._features(model)
+            communication += self._experts(model)
         exposed = max(_MIN_EXPOSED_SHARE * communication, communication - compute)
         # Offloaded frozen weights are copied in both passes, one layer ahead.
-        copies = 2 * self.offloaded_frozen / gpu.host_rate
+        copies = 2 * self.offloaded["weights"] / gpu.host_rate
         exposed += max(_MIN_EXPOSED_SHARE * copies, copies - compute)
         memory = 3 * categories["gradients"] / gpu.memory_rate
         micro_batch = compute + exposed + self._offloaded_activations(compute) + memory
         # Copies for an update after the backward pass are not overlapped, nor those of a stage with several
         # micro-batches; both directions are used at the same time.
-        moved = self.offloaded_optimizer / gpu.host_rate
+        moved = self.offloaded["optimizer"] / gpu.host_rate
         is_overlapped = self.cfg.memory.update == "during" and (self.cfg.mesh.stage == 1 or micro == 1)
         exposed_state = max(0.0, moved - compute) if is_overlapped else moved
         state = sum(categories[name] for name in ("parameters", "master", "optimizer", "gradients"))
-        state += self.offloaded_optimizer + self.offloaded_frozen
+        state += sum(self.offloaded.values())
         return micro * micro_batch + exposed_state + self._per_update() + 3 * state / gpu.memory_rate
 
     @property
@@ -116,33 +121,27 @@ class StepTime:
             return within + replicas + self._ring(weights["renewed"], mesh.replica, mesh.tensor * self._split)
         return within + 2 * replicas + self._ring(weights["renewed"], self._split, mesh.tensor)
 
-    def _tensor(self) -> float:
+    def _tensor(self, model: Decoder) -> float:
         """Seconds of the reductions of the residual stream per layer and pass: one for attention and one for the MLP,
         if `tensor` shards them. Attention that is not sharded over `tensor` still gathers all positions."""
-        model = self.cfg.model
-        tensor = self.cfg.mesh.tensor
-        if not isinstance(model, Decoder) or tensor == 1:
-            return 0.0
         residual = self._tokens * model.embed * self._width
         halves = (1 if self._share.shards("heads") > 1 else 0.5) + (self._share.shards("mlp") > 1)
         passes = 5 if repeats_forward(self.cfg.memory.remat) else 4
-        return halves * passes * layers_per_pass(self.cfg) * self._ring(residual, tensor, 1)
+        return halves * passes * layers_per_pass(self.cfg) * self._ring(residual, self.cfg.mesh.tensor, 1)
 
-    def _features(self) -> float:
+    def _features(self, model: Decoder) -> float:
         """Seconds in which features are gathered for logits whose vocabulary is sharded over the axes of
         `rules.logits`, and their gradients are reduced."""
-        mesh = self.cfg.mesh
-        model = self.cfg.model
-        over = self.cfg.rules.logits
-        if not isinstance(model, Decoder) or not over:
+        if not self.cfg.rules.logits:
             return 0.0
+        mesh = self.cfg.mesh
         group = mesh.fsdp * mesh.expert
         return 2 * self._ring(self._tokens * group * model.embed * self._width, group, mesh.tensor * mesh.context)
 
     def _context(self) -> float:
         """Seconds of the communication of attention over `context`, which full recompute repeats."""
         mesh = self.cfg.mesh
-        if not isinstance(self.cfg.model, Decoder) or mesh.context == 1:
+        if mesh.context == 1:
             return 0.0
         forward, backward = context_traffic(self._share, self.cfg.precision, mesh.context_method)
         passes = 2 if repeats_forward(self.cfg.memory.remat) else 1
@@ -153,11 +152,10 @@ class StepTime:
             sent * mesh.context / (mesh.context - 1), mesh.context, mesh.tensor, kind=kind
         )
 
-    def _experts(self) -> float:
+    def _experts(self, model: Decoder) -> float:
         """Seconds in which tokens are sent to the devices of their experts, and results back."""
-        model = self.cfg.model
         devices = self.cfg.mesh.expert
-        if not isinstance(model, Decoder) or model.experts is None or devices == 1:
+        if model.experts is None or devices == 1:
             return 0.0
         top_k = model.experts.top_k
         share, kind = (

@@ -3,7 +3,6 @@
 `scripts/bench/published.py` writes the ranges; `docs/accuracy.md` shows the runs.
 """
 
-import functools
 from pathlib import Path
 
 import yaml
@@ -26,8 +25,8 @@ def published_range(target: Target) -> str | None:
     if target.gpu is None:
         return None
     kind = kind_of(target)
-    published = _ranges().get(kind)
-    if published is None:
+    ranges: dict[str, dict[str, float]] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    if (published := ranges.get(kind)) is None:
         return None
     least = _difference(published["least"])
     most = _difference(published["most"])
@@ -41,8 +40,3 @@ def _difference(factor: float) -> str:
     ('3 % less', '6 % more')
     """
     return f"{abs(factor - 1):.0%}".replace("%", " %") + (" less" if factor < 1 else " more")
-
-
-@functools.cache
-def _ranges() -> dict[str, dict[str, float]]:
-    return yaml.safe_load(FILE.read_text(encoding="utf-8"))

@@ -16,14 +16,14 @@ from jaxmem.config.devices import resolve
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.mesh import MESH_AXES, divisors, replicated_dims
 from jaxmem.config.recompute import is_scheduled
-from jaxmem.errors import UserError, as_yaml
-from jaxmem.estimate.chunks import loss_chunk
+from jaxmem.errors import UserError, as_yaml, one_of
+from jaxmem.estimate.passes import loss_chunk
 from jaxmem.estimate.state import bytes_on_device
 from jaxmem.models.fp8 import SCOPE
 from jaxmem.planning.breakdown import ALL_SCORES, LOGITS, STATE_COPIES, UPDATES, stacked_dims
+from jaxmem.planning.budget import estimated
 from jaxmem.planning.communication import collective
-from jaxmem.planning.estimated import estimated
-from jaxmem.planning.hlo import dot_flops, recomputed_values, total_flops
+from jaxmem.planning.hlo import dot_flops, flops_of, recomputed
 from jaxmem.planning.result import Plan, PlanWarning, state_bytes
 from jaxmem.planning.targets import Target
 from jaxmem.planning.units import format_bytes
@@ -59,8 +59,8 @@ def warnings_at_start(plan: Plan) -> list[PlanWarning]:
 
 def _remedies(built: Program, *options: str | None) -> str:
     """The remedies, without settings that the config has already, and those that it does not support."""
-    left = [option for option in options if option and not _has(built, option) and _is_supported(built, option)]
-    return ", ".join(left) if len(left) < 2 else f"{', '.join(left[:-1])} or {left[-1]}"
+    useful = [option for option in options if option and not _has(built, option) and _is_supported(built, option)]
+    return one_of(useful) if useful else ""
 
 
 def _has(built: Program, setting: str) -> bool:
@@ -96,26 +96,24 @@ def _smaller_micro_batch(built: Program) -> str:
     """The setting for fewer sequences per device in a micro-batch; for shorter sequences if there is only one."""
     rows = built.share.complete_rows
     micro_batches = built.cfg.batch.accumulate
-    settings = (f"batch.accumulate={n * micro_batches}" for n in range(2, rows + 1) if rows % n == 0)
-    supported = (setting for setting in settings if _is_supported(built, setting))
-    return next(supported, "a shorter data.sequence_length")
+    counts = (n * micro_batches for n in range(2, rows + 1) if rows % n == 0)
+    return _with_micro_batches(built, counts) or "a shorter data.sequence_length"
+
+
+def _with_micro_batches(built: Program, counts: Iterable[int]) -> str | None:
+    """The setting for the first number of micro-batches that the config supports."""
+    settings = (f"batch.accumulate={count}" for count in counts)
+    return next((setting for setting in settings if _is_supported(built, setting)), None)
 
 
 def _recomputed_by_xla(plan: Plan) -> Iterator[PlanWarning]:
-    step = plan.compiled_step
-    count = recomputed_values(step.module)
-    if not count or state_bytes(plan.program) > plan.limit:  # which recomputation cannot cure
-        return
-    text = f"to stay below the memory limit, XLA recomputes {count} values that memory.remat saves"
-    if plan.unlimited is not None:
-        flops = total_flops(step.module) - total_flops(plan.unlimited.module)
-        if flops <= 0:
-            return
-        saved = plan.unlimited.total - step.total
-        memory = f"{format_bytes(abs(saved))} {'less' if saved >= 0 else 'more'} memory"
-        text += f": {flops:.3g} more FLOPs per step and {memory} than without a limit"
-    cure = _remedies(plan.program, "memory.remat=full", _smaller_micro_batch(plan.program), "more devices")
-    yield PlanWarning("recomputed by XLA", text, cure)
+    module = plan.compiled_step.module
+    repeated = recomputed(module)
+    flops = flops_of((part for kernel in repeated for part in (kernel, *kernel.inner())), module)
+    if flops and state_bytes(plan.program) <= plan.limit:  # recomputation cannot cure a larger state
+        text = f"to stay below the memory limit, XLA recomputes {len(repeated)} values that memory.remat saves:"
+        cure = _remedies(plan.program, "memory.remat=full", _smaller_micro_batch(plan.program), "more devices")
+        yield PlanWarning("recomputed by XLA", f"{text} {flops:.3g} more FLOPs per step", cure)
 
 
 def _unsharded(plan: Plan) -> Iterator[PlanWarning]:
@@ -310,9 +308,7 @@ def _pipeline_bubble(plan: Plan) -> Iterator[PlanWarning]:
         enough = 4 * pipeline.stages
         counts = [n for n in divisors(plan.program.cfg.batch.global_size) if pipeline.micro_batches < n]
         counts.sort(key=lambda n: (n < enough, abs(n - enough)))
-        settings = (f"batch.accumulate={count}" for count in counts)
-        supported = (setting for setting in settings if _is_supported(plan.program, setting))
-        larger_batch = next(supported, None) if pipeline.micro_batches < enough else None
+        larger_batch = _with_micro_batches(plan.program, counts) if pipeline.micro_batches < enough else None
         options = (larger_batch, f"pipeline.rounds={2 * pipeline.rounds}", "a smaller mesh.stage")
         yield PlanWarning("pipeline bubble", text, _remedies(plan.program, *options))
 
@@ -354,24 +350,22 @@ def slow_settings(cfg: Config, target: Target, limit: int, keys: Iterable[str] =
     if target.gpu is None:
         return
     used = estimated(cfg, target)
-    for key, value in ((key, FASTER[key]) for key in keys):
-        if value_of(cfg, key) == value:
-            continue
-        faster = _with(cfg, key, value)
-        if not _is_valid(faster, target.count):
+    for key in keys:
+        value = FASTER[key]
+        changed = _with(cfg, key, value)
+        if value_of(cfg, key) == value or not _is_valid(changed, target.count):
             continue
         try:
-            other = estimated(faster, target)
+            faster = estimated(changed, target)
         except UserError:  # a kernel that the config names does not support it
             continue
-        if other.total > limit:
+        if faster.total > limit or not used.seconds or not faster.seconds:
             continue
-        if used.seconds and other.seconds and used.seconds > MIN_SLOWDOWN * other.seconds:
-            text = (
-                f"{key}={as_yaml(value_of(cfg, key))} makes a step {used.seconds / other.seconds:.1f} times as long as"
-                f" {key}={value} (estimated)"
-            )
-            saved = other.total - used.total
+        ratio = used.seconds / faster.seconds
+        if ratio > MIN_SLOWDOWN:
+            given = f"{key}={as_yaml(value_of(cfg, key))}"
+            text = f"{given} makes a step {ratio:.1f} times as long as {key}={value} (estimated)"
+            saved = faster.total - used.total
             if saved > NOTABLE_SHARE * used.total:
                 text += f"; it saves {format_bytes(saved)} per device"
             yield PlanWarning("slow setting", text, f"{key}={value}")

@@ -1,27 +1,40 @@
 """The memory of one device at its peak: every buffer of a compiled program, named and classified.
 
-Arguments are known by their paths. A temporary is classified by the inputs that it was computed from, the pass that
-computed it, and the purpose in its name (`kernels.scopes`). A value of the backward pass that has none of these,
-but the shape of a gradient, is a gradient too. Nothing is estimated: the categories are sums of buffers, and bytes
-outside of all buffers (gaps between buffers, tables of pointers) are `other`.
+Arguments are known by their paths. A temporary is classified by the inputs that it was computed from (`origins`), the
+pass that computed it, and the purpose in its name (`kernels.scopes`). A value of the backward pass that has none of
+these, but the shape of a gradient, is a gradient too. Nothing is estimated: the categories are sums of buffers, and
+bytes outside of all buffers (gaps between buffers, tables of pointers) are `other`.
 """
 
-import functools
 import math
-import operator
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import jax
 
 from jaxmem.kernels.scopes import purpose_of
-from jaxmem.planning.buffers import Allocation, Lifetimes, Region, Snapshot, peak_of
-from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module, dot_flops
-from jaxmem.sharding.table import Axes, is_axes, is_stacked
-from jaxmem.step.categories import CATEGORIES, COPIES, GATHERED, ROLE_OF_CATEGORY, SAVED, category_of
+from jaxmem.planning.buffers import Allocation, Lifetimes, Region, Temporaries
+from jaxmem.planning.hlo import HloShape, Instruction, Module, dot_flops
+from jaxmem.planning.origins import (
+    BATCH,
+    GRADIENT,
+    OPTIMIZER,
+    OTHER,
+    WEIGHTS,
+    Origins,
+    Result,
+    input_origin,
+    is_repeated,
+    pass_of,
+    trace_origins,
+    union,
+)
+from jaxmem.sharding.layout import Layout
+from jaxmem.sharding.table import Axes, Role, is_axes, is_stacked
+from jaxmem.step.categories import CATEGORIES, COPIES, GATHERED, SAVED, category_of
 from jaxmem.step.programs import Program
 
 # Names of categories in tables and figures, if they differ from the names in JSON.
@@ -32,26 +45,20 @@ LABELS = {
 LOGITS, ALL_SCORES = "logits", "attention: all scores"
 UPDATES = "updates"  # the outputs of the optimizer; its inputs are summed or scaled gradients
 STATE_COPIES = "working copies"  # copies of optimizer state
-# The inputs of the program from which a value was computed.
-Origins = int  # one bit per input
-WEIGHTS, OPTIMIZER, BATCH, OTHER = 1, 2, 4, 8
-GRADIENT = 16  # the value is the gradient of a weight, or computed from such gradients
-NOWHERE = 0  # literals, and values that are computed from literals only
 Dims = tuple[int, ...]
-Result = tuple[Origins, ...]  # one for each array of an instruction's result
 
 
-@dataclass(frozen=True)
+@dataclass
 class KnownShapes:
     """Shapes of a program's weights and gradients on one device, by which temporaries of the step are recognized."""
 
-    stored: frozenset[Dims]  # weights as they are stored, layers stacked
-    gradients: frozenset[Dims]  # all shapes of gradients: sharded or gathered, of one layer or stacked
-    stacked_sizes: frozenset[int]  # numbers of elements of stacked gradients, for buffers that XLA reshaped
+    stored: set[Dims] = field(default_factory=set)  # weights as they are stored, layers stacked
+    gradients: set[Dims] = field(default_factory=set)  # sharded or gathered, of one layer or stacked
+    stacked_sizes: set[int] = field(default_factory=set)  # elements of stacked gradients, which XLA may reshape
     # `stacked_dims` of all layers of a sharded weight, gathered; without those of sharded arrays.
-    full_weights: frozenset[Dims]
-    full_gradients: frozenset[Dims]
-    layers: int | None = None  # number of layers of a stack on one device
+    full_weights: set[Dims] = field(default_factory=set)
+    full_gradients: set[Dims] = field(default_factory=set)
+    layers: int = 0  # number of layers of a stack on one device; 0: no stack
 
 
 @dataclass(frozen=True)
@@ -72,15 +79,14 @@ class Breakdown:
 
     module: Module
     allocations: Sequence[Allocation]
-    known: KnownShapes
+    known: KnownShapes = field(default_factory=KnownShapes)
 
     @cached_property
     def buffers(self) -> list[NamedBuffer]:
         """Every named buffer at the peak, largest first."""
-        buffers = list(self.permanent())
-        for _, peak in self.peaks:
-            buffers += [self.classify(region) for region in peak.regions]
-            buffers.append(NamedBuffer("other", "gaps between buffers", peak.unused, "", "", HloShape("", 0)))
+        peak = self.temporaries.peak
+        gaps = NamedBuffer("other", "gaps between buffers", peak.unused, "", "", HloShape("", 0))
+        buffers = [*self.permanent(), *map(self.classify, peak.regions), gaps]
         return sorted((buffer for buffer in buffers if buffer.size), key=lambda buffer: -buffer.size)
 
     @cached_property
@@ -103,12 +109,13 @@ class Breakdown:
         return Lifetimes(self.module)
 
     @cached_property
-    def peaks(self) -> list[tuple[Allocation, Snapshot]]:
-        """The allocations of temporaries, each at its peak. XLA packs all temporaries into one."""
-        temporaries = [
+    def temporaries(self) -> Temporaries:
+        """The temporaries in device memory, which XLA packs into one allocation."""
+        on_device = (
             allocation for allocation in self.allocations if allocation.kind == "temporary" and not allocation.on_host
-        ]
-        return [(allocation, peak_of(allocation, self.lifetimes)) for allocation in temporaries]
+        )
+        nothing = Allocation("temporary", 0, None, False, ())
+        return Temporaries(next(on_device, nothing), self.lifetimes)
 
     def permanent(self, *, on_host: bool = False) -> Iterator[NamedBuffer]:
         """Arguments, results and captured arrays, which are in memory during the entire step."""
@@ -181,8 +188,6 @@ class Breakdown:
         kind = "of one backward pass" if when == "backward" else UPDATES if origins & OPTIMIZER else "summed or scaled"
         if when != "forward" and origins & GRADIENT:
             return "gradients", kind, False
-        spans = [self.lifetimes.of(buffer) for buffer in region.buffers]
-        crosses = min(start for start, _ in spans) < self._backward <= max(end for _, end in spans)
         if purpose == "logits":
             return "activations", LOGITS, False
         if purpose == "all_scores":
@@ -191,42 +196,16 @@ class Breakdown:
         may_be_gradient = purpose is None and when != "forward" and origins & BATCH
         if has_shape and may_be_gradient and not is_repeated(maker.op_name):
             return "gradients", kind, True
+        spans = [self.lifetimes.of(buffer) for buffer in region.buffers]
+        is_alive_before = min(first for first, _ in spans) < self._backward
+        is_alive_after = max(last for _, last in spans) >= self._backward
         if when == "update" and origins & OPTIMIZER:
             # With `memory.update: during` the boundaries of layers are written outside of `jvp`.
-            is_saved = crosses and origins & BATCH
+            is_saved = is_alive_before and is_alive_after and origins & BATCH
             return ("activations", SAVED, False) if is_saved else ("gradients", UPDATES, False)
-        if when == "forward" and max(end for _, end in spans) >= self._backward:
+        if when == "forward" and is_alive_after:
             return "activations", SAVED, False
         return "activations", "attention" if purpose == "attention" else "intermediates", False
-
-
-def input_origin(path: str) -> Origins:
-    """The origin of an argument of a program, from its path in jax."""
-    category = category_of(path)
-    if category in ROLE_OF_CATEGORY:
-        return WEIGHTS if ROLE_OF_CATEGORY[category] == "weights" else OPTIMIZER
-    return BATCH if category == "batch" else OTHER
-
-
-def pass_of(op_name: str) -> str:
-    """The pass of a training step that an operation belongs to.
-
-    >>> [pass_of(f"jit(step)/{name}") for name in ("jvp()/add", "transpose(jvp())/while/body/dot_general", "mul")]
-    ['forward', 'backward', 'update']
-    """
-    if "transpose(" in op_name or is_recomputed(op_name):
-        return "backward"
-    return "forward" if "jvp(" in op_name else "update"
-
-
-def is_repeated(op_name: str) -> bool:
-    """Whether an operation copies, reads or recomputes a value instead of computing a new one."""
-    return not op_name or op_name.endswith("dynamic_slice") or is_recomputed(op_name)
-
-
-def is_recomputed(op_name: str) -> bool:
-    """Whether an operation of the backward pass repeats one of the forward pass."""
-    return "rematted_computation" in op_name
 
 
 def maker_rank(maker: Instruction) -> tuple[bool, bool, bool]:
@@ -257,88 +236,6 @@ def maker_of(instruction: Instruction, index: tuple[int, ...]) -> Instruction:
     return instruction
 
 
-def trace_origins(module: Module, of_input: Callable[[Instruction], Origins]) -> dict[Instruction, Result]:
-    """The origins of the result of every instruction, propagated through every operation, in loops until they do not
-    change: a cast, gathered or dequantized weight is computed from weights alone, whichever operations XLA inserted, a
-    gradient from weights and batch. `of_input` returns the origin of an argument of the program."""
-    origins: dict[Instruction, Result] = {}
-    inputs = [instruction for instruction in module.entry.instructions if instruction.opcode == "parameter"]
-    inputs.sort(key=lambda instruction: instruction.number)
-    _run(module.entry, [_uniform(instruction, of_input(instruction)) for instruction in inputs], origins)
-    return origins
-
-
-def union(results: Iterable[Origins]) -> Origins:
-    return functools.reduce(operator.or_, results, NOWHERE)
-
-
-def _run(computation: Computation, arguments: Sequence[Result], origins: dict[Instruction, Result]) -> Result:
-    for instruction in computation.instructions:
-        origins[instruction] = (
-            arguments[instruction.number] if instruction.opcode == "parameter" else _result(instruction, origins)
-        )
-    return origins[computation.root]
-
-
-def _result(instruction: Instruction, origins: dict[Instruction, Result]) -> Result:
-    operands = [origins[operand] for operand in instruction.operands]
-    match instruction.opcode:
-        case "get-tuple-element":
-            return operands[0][instruction.operands[0].shape.arrays_at((instruction.number,))]
-        case "async-done":
-            return operands[0][instruction.operands[0].shape.arrays_at((1,))]  # the operand is (operands, results, ...)
-        case "tuple":
-            return sum(operands, ())
-        case "copy" | "optimization-barrier":
-            return operands[0]
-        case "while":
-            condition, body = sorted(instruction.called, key=lambda called: called.root.shape.dtype != "bool")
-            state = operands[0]
-            while (after := _either(state, _run(body, [state], origins))) != state:
-                state = after
-            _run(condition, [state], origins)
-            return state
-        case "conditional":
-            branches = zip(instruction.called, operands[1:], strict=True)
-            return _either(*(_run(branch, [argument], origins) for branch, argument in branches))
-        case "fusion" | "call":
-            return _run(instruction.called[0], operands, origins)
-        case "async-start":
-            started = sum(operands, ()) + _run(instruction.called[0], operands, origins)
-            return started + (NOWHERE,) * (instruction.shape.arrays - len(started))
-        case _:
-            return _uniform(instruction, _computed(instruction, [union(operand) for operand in operands]))
-
-
-def _computed(instruction: Instruction, operands: Sequence[Origins]) -> Origins:
-    """The origins of a result, from those of the operands. The gradient of a weight is a matmul, in the backward pass,
-    of two values that depend on the batch; the gradient of an activation is a matmul with a weight. The gradient of an
-    embedding is what its lookup computes in the backward pass. New weights and optimizer state do not count as
-    gradients, although they are computed from them."""
-    result = union(operands)
-    purpose = purpose_of(instruction.op_name)
-    if purpose == "update" and result & GRADIENT:
-        return result & ~(GRADIENT | BATCH) | OPTIMIZER
-    is_transposed = pass_of(instruction.op_name) == "backward" and not is_recomputed(instruction.op_name)
-    if purpose == "embedding" and is_transposed and result & BATCH:
-        return result | GRADIENT
-    if not dot_flops(instruction):
-        return result
-    is_of_weight = is_transposed and purpose not in ("attention", "all_scores")
-    if is_of_weight and all(origins & BATCH or not origins for origins in operands):
-        return result | GRADIENT
-    return result & ~GRADIENT
-
-
-def _uniform(instruction: Instruction, origins: Origins) -> Result:
-    return (origins,) * instruction.shape.arrays
-
-
-def _either(*results: Result) -> Result:
-    """The origins of a result that equals one of several results."""
-    return tuple(map(union, zip(*results, strict=True)))
-
-
 def sorted_dims(dims: Iterable[int]) -> Dims:
     """The dimensions above 1, sorted: the same for an array and its transposes.
 
@@ -361,38 +258,39 @@ def stacked_dims(dims: Iterable[int]) -> Dims:
 
 def known_shapes(built: Program) -> KnownShapes:
     """The shapes of a program's weights and gradients, from its layout."""
-    shapes_by_kind: dict[str, set[Any]] = defaultdict(set)
-    params = built.spec.state.params
+    known = KnownShapes()
+    sharded = set[Dims]()
 
-    def add(axes: Axes, leaf: Any, trainable: Any) -> None:
+    def add(axes: Axes, leaf: Any, gradient: Any) -> None:
         stored, split, used, moments = (
-            built.layout.sharding(role, axes, shape).shard_shape(shape)
-            for role in ("weights", "gradients", "compute", "optimizer")
-            for shape in (built.layout.padded(role, axes, leaf.shape),)
+            _shard(built.layout, role, axes, leaf.shape) for role in ("weights", "gradients", "compute", "optimizer")
         )
-        shapes_by_kind["stored"].update(sorted_dims(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(leaf))
+        known.stored.update(sorted_dims(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(leaf))
         has_layers = is_stacked(axes)
-        has_gradient = trainable is not None
-        if has_gradient:
+        if gradient is not None:
             for dims in (stored, split, used, moments, leaf.shape):
-                count = dims[:1] if trainable.shape == leaf.shape else trainable.shape[:1]  # some layers may be frozen
+                count = dims[:1] if gradient.shape == leaf.shape else gradient.shape[:1]  # some layers may be frozen
                 shapes = ((*count, *dims[1:]), dims[1:]) if has_layers else (dims,)
-                shapes_by_kind["gradients"].update(map(sorted_dims, shapes))
+                known.gradients.update(map(sorted_dims, shapes))
         if not has_layers:
             return
-        shapes_by_kind["layers"].add(stored[0])
-        shapes_by_kind["sharded"].update(stacked_dims(dims) for dims in (stored, split) if dims != used)
-        shapes_by_kind["full_weights"].update({stacked_dims(used)} if used != stored else ())
-        if has_gradient:
-            shapes_by_kind["stacked_sizes"].add(math.prod(split))
-            shapes_by_kind["full_gradients"].update({stacked_dims(used)} if used != split else ())
+        known.layers = max(known.layers, stored[0])
+        sharded.update(stacked_dims(dims) for dims in (stored, split) if dims != used)
+        if used != stored:
+            known.full_weights.add(stacked_dims(used))
+        if gradient is not None:
+            known.stacked_sizes.add(math.prod(split))
+        if gradient is not None and used != split:
+            known.full_gradients.add(stacked_dims(used))
 
+    params = built.spec.state.params
     jax.tree.map(add, built.model.axes, params, built.model.select(params), is_leaf=is_axes)
-    return KnownShapes(
-        frozenset(shapes_by_kind["stored"]),
-        frozenset(shapes_by_kind["gradients"]),
-        frozenset(shapes_by_kind["stacked_sizes"]),
-        frozenset(shapes_by_kind["full_weights"] - shapes_by_kind["sharded"]),
-        frozenset(shapes_by_kind["full_gradients"] - shapes_by_kind["sharded"]),
-        max(shapes_by_kind["layers"], default=None),
-    )
+    known.full_weights -= sharded
+    known.full_gradients -= sharded
+    return known
+
+
+def _shard(layout: Layout, role: Role, axes: Axes, shape: Dims) -> Dims:
+    """The shape of one device's shard of a weight in a role, padded if its dimensions are not divisible."""
+    padded = layout.padded(role, axes, shape)
+    return layout.sharding(role, axes, padded).shard_shape(padded)

@@ -1,4 +1,4 @@
-"""`memory.remat: auto`: the fastest recompute policy that fits the memory.
+"""The estimate of a config on a target, and `memory.remat: auto`: the fastest recompute policy that fits the memory.
 
 Every set of names of activations is a candidate: its saved bytes and its recomputed FLOPs follow from one trace of a
 layer (`layers.py`). Further candidates are `none`, which saves most, and `slots_K`, which saves K boundaries in the
@@ -22,11 +22,10 @@ from jaxmem.config.devices import for_devices
 from jaxmem.config.names import IN_CHUNKS, IN_GROUPS
 from jaxmem.errors import UserError, as_yaml
 from jaxmem.estimate.layers import Layer, layers_of
-from jaxmem.estimate.memory import estimate
+from jaxmem.estimate.memory import Estimate, estimate
 from jaxmem.estimate.passes import passes_in_memory, passes_of
 from jaxmem.machine.gpus import CPU, Gpu
 from jaxmem.planning.compile import compile_program
-from jaxmem.planning.estimated import resolved_on
 from jaxmem.planning.targets import Target, target_devices, usable_memory
 from jaxmem.planning.units import format_bytes
 from jaxmem.quant.precision import compute_dtype
@@ -34,6 +33,7 @@ from jaxmem.sharding.share import share_of
 from jaxmem.stack.recompute_plan import recompute_plan
 from jaxmem.step.categories import ROLE_OF_CATEGORY, SAVED
 from jaxmem.step.execution import pipeline_of
+from jaxmem.step.kernel_choice import resolve_kernels
 from jaxmem.step.programs import program
 
 MAX_COMPILES = 4  # largest number of compiled steps, if one of them fits
@@ -51,6 +51,17 @@ class PolicyCandidate:
     remat: str | Save
     saved: int  # bytes per device
     recomputed: float  # seconds of recomputation per sequence, in all layers or those of a group of a pipeline stage
+
+
+def resolved_on(cfg: Config, target: Target) -> Config:
+    """The config with the kernels that `auto` selects on a target."""
+    capability = round(10 * float(target.gpu.compute_capability)) if target.gpu else None
+    return resolve_kernels(cfg, target.platform, capability)
+
+
+def estimated(cfg: Config, target: Target) -> Estimate:
+    """The estimate on a target. Seconds for a CPU are only comparable with each other."""
+    return estimate(resolved_on(cfg, target), target.platform, target.gpu or CPU, target.per_host)
 
 
 def resolve_remat(
@@ -131,24 +142,27 @@ def largest_that_fits(
     """The last candidate that MAX_COMPILES compilations show to fit the limit; if none fits, the first. `other_bytes`:
     the estimated bytes of a step without its saved activations. `worth`: the least gain in seconds per sequence for
     which a step is compiled."""
-    known: dict[int, int] = {}  # bytes of compiled candidates, by number
+    compiled: dict[int, int] = {}  # bytes of compiled candidates, by number
     low = -1
     high = len(ladder)  # candidates up to `low` fit; from `high` on they do not
-    while high - low > 1 and (len(known) < MAX_COMPILES or low < 0):
+    while high - low > 1 and (len(compiled) < MAX_COMPILES or low < 0):
         if low >= 0 and ladder[low].recomputed - ladder[high - 1].recomputed < worth:
             break
         slope = 1.0
-        last = list(known)[-2:]
+        last = list(compiled)[-2:]
         if len(last) == 2:  # extrapolates, since not every saved byte is in memory at the peak
-            slope = (known[last[1]] - known[last[0]]) / (ladder[last[1]].saved - ladder[last[0]].saved)
+            slope = (compiled[last[1]] - compiled[last[0]]) / (ladder[last[1]].saved - ladder[last[0]].saved)
         if last:
-            other_bytes = known[last[-1]] - slope * ladder[last[-1]].saved
+            other_bytes = compiled[last[-1]] - slope * ladder[last[-1]].saved
         guess = sum(slope * candidate.saved + other_bytes <= limit for candidate in ladder) - 1
         if guess <= low and len(last) == 2:
             break  # by extrapolation, the next candidate does not fit
         number = min(max(guess, low + 1), high - 1)
-        known[number] = needed(ladder[number])
-        low, high = (number, high) if known[number] <= limit else (low, number)
+        compiled[number] = needed(ladder[number])
+        if compiled[number] <= limit:
+            low = number
+        else:
+            high = number
     return ladder[max(low, 0)]
 
 
@@ -184,9 +198,9 @@ def _by_name(
     """Every set of names of `activations`: bytes saved, FLOPs of matmuls repeated, and elements of other results, in
     all layers."""
     hidden = {*(IN_CHUNKS if memory.mlp_chunk != "auto" else ()), *(IN_GROUPS if memory.head_groups != "auto" else ())}
-    known = [name for name in activations if name not in hidden]
-    for count in range(len(known) + 1):
-        for names in itertools.combinations(known, count):
+    names_of_layer = [name for name in activations if name not in hidden]
+    for count in range(len(names_of_layer) + 1):
+        for names in itertools.combinations(names_of_layer, count):
             costs = [(layer.count, layer.boundary, *layer.saving(names)) for layer in layers]
             saved = sum(n * (boundary + size) for n, boundary, size, *_ in costs)
             flops = sum(n * flops for n, *_, flops, _ in costs)

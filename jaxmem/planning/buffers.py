@@ -7,13 +7,12 @@ aliases. At the peak each byte of the allocation belongs to one buffer, or to a 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from jaxmem.planning.hlo import HOST_SPACE, Computation, HloShape, Instruction, Module
-from jaxmem.planning.hlo_proto import BufferAssignmentProto
+from jaxmem.planning.hlo import HOST_SPACE, BufferAssignmentProto, Computation, HloShape, Instruction, Module
 
 Kind = Literal["argument", "output", "temporary", "constant"]
 Index = tuple[int, ...]  # a position in a nested tuple of arrays
@@ -175,41 +174,47 @@ def _forwarded(value: Instruction, index: Index, user: Instruction) -> Iterator[
                 yield user, (place, *index)
 
 
-def peak_of(allocation: Allocation, lifetimes: Lifetimes) -> Snapshot:
-    """An allocation at the moment at which most of it is in use."""
-    spans = [(lifetimes.of(buffer), buffer) for buffer in allocation.buffers if buffer.size]
-    moment, _ = max(bytes_in_use(spans), key=lambda change: change[1], default=(0, 0))
-    return snapshot(allocation, spans, moment)
+class Temporaries:
+    """The allocation of a program's temporaries over the schedule."""
 
+    def __init__(self, allocation: Allocation, lifetimes: Lifetimes) -> None:
+        self.size = allocation.size
+        self._spans = [(lifetimes.of(buffer), buffer) for buffer in allocation.buffers if buffer.size]
 
-def snapshot(allocation: Allocation, spans: Iterable[tuple[Span, Buffer]], time: int) -> Snapshot:
-    """An allocation at one moment; `spans` are the lifetimes of its buffers."""
-    places: dict[tuple[int, int], list[Buffer]] = defaultdict(list)
-    for (first, last), buffer in spans:
-        if first <= time <= last:
-            places[buffer.offset, buffer.size].append(buffer)
-    regions = []
-    covered = 0
-    # If regions overlap without being equal, the common bytes belong to the region that begins first.
-    for (offset, size), buffers in sorted(places.items(), key=lambda place: (place[0][0], -place[0][1])):
-        uncovered = max(0, offset + size - max(offset, covered))
-        covered = max(covered, offset + size)
-        if uncovered:
-            regions.append(Region(uncovered, tuple(buffers)))
-    return Snapshot(tuple(regions), allocation.size - sum(region.size for region in regions), time)
+    @cached_property
+    def peak(self) -> Snapshot:
+        """The moment at which most of the allocation is in use."""
+        moment, _ = max(self.in_use(), key=lambda change: change[1])
+        return self.at(moment)
 
+    def at(self, time: int) -> Snapshot:
+        """The allocation at one moment."""
+        places: dict[tuple[int, int], list[Buffer]] = defaultdict(list)
+        for (first, last), buffer in self._spans:
+            if first <= time <= last:
+                places[buffer.offset, buffer.size].append(buffer)
+        regions = []
+        covered = 0
+        # If regions overlap without being equal, the common bytes belong to the region that begins first.
+        for (offset, size), buffers in sorted(places.items(), key=lambda place: (place[0][0], -place[0][1])):
+            uncovered = max(0, offset + size - max(offset, covered))
+            covered = max(covered, offset + size)
+            if uncovered:
+                regions.append(Region(uncovered, tuple(buffers)))
+        return Snapshot(tuple(regions), self.size - sum(region.size for region in regions), time)
 
-def bytes_in_use(spans: Iterable[tuple[Span, Buffer]]) -> Iterator[tuple[int, int]]:
-    """(moment, bytes in use from this moment on), for each moment at which they change; aliased places count once."""
-    events: dict[int, list[tuple[int, tuple[int, int]]]] = defaultdict(list)
-    for (first, last), buffer in spans:
-        events[first].append((1, (buffer.offset, buffer.size)))
-        events[last + 1].append((-1, (buffer.offset, buffer.size)))
-    users: Counter[tuple[int, int]] = Counter()
-    used = 0
-    for moment in sorted(events):
-        for change, place in events[moment]:
-            before = users[place] > 0
-            users[place] += change
-            used += ((users[place] > 0) - before) * place[1]
-        yield moment, used
+    def in_use(self) -> Iterator[tuple[int, int]]:
+        """(moment, bytes in use from this moment on), for moment 0 and each moment at which they change; aliased places
+        count once."""
+        events: dict[int, list[tuple[int, tuple[int, int]]]] = defaultdict(list, {0: []})
+        for (first, last), buffer in self._spans:
+            events[first].append((1, (buffer.offset, buffer.size)))
+            events[last + 1].append((-1, (buffer.offset, buffer.size)))
+        users: Counter[tuple[int, int]] = Counter()
+        used = 0
+        for moment in sorted(events):
+            for change, place in events[moment]:
+                before = users[place] > 0
+                users[place] += change
+                used += ((users[place] > 0) - before) * place[1]
+            yield moment, used

@@ -25,8 +25,7 @@ from jaxmem.errors import UserError
 from jaxmem.kernels.scopes import runs_on_some_devices
 from jaxmem.machine import stderr
 from jaxmem.planning.buffers import sizes_of
-from jaxmem.planning.hlo import Module, read_module
-from jaxmem.planning.hlo_proto import HloProto
+from jaxmem.planning.hlo import HloProto, Module, read_module
 from jaxmem.step.programs import XlaOptions
 
 # Lines of XLA's log that are not printed. A plan has its own warning about replicated arrays and about a program that

@@ -5,24 +5,17 @@ are in memory during the entire step, a temporary from where it is computed to i
 at the peak count as `other` during the entire step, so the peak equals the total of the plan exactly.
 """
 
-import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from jaxmem.kernels.scopes import purpose_of
 from jaxmem.machine import gpus
-from jaxmem.planning.breakdown import (
-    LOGITS,
-    Breakdown,
-    NamedBuffer,
-    maker_of,
-    maker_rank,
-    pass_of,
-)
-from jaxmem.planning.buffers import Buffer, Span, bytes_in_use, snapshot
+from jaxmem.planning.breakdown import LOGITS, Breakdown, NamedBuffer, maker_of, maker_rank
 from jaxmem.planning.hlo import Computation, Frame, Instruction
+from jaxmem.planning.origins import pass_of
 from jaxmem.planning.targets import Target
 from jaxmem.planning.timeline import Timeline, timeline
 from jaxmem.step.categories import COPIES, GATHERED, SAVED
@@ -62,23 +55,21 @@ def history(breakdown: Breakdown, total: int, target: Target, timed: Timeline) -
     permanent = Counter[str]()
     for buffer in breakdown.permanent():
         permanent[band(buffer)] += buffer.size
-    spans = [[(breakdown.lifetimes.of(b), b) for b in place.buffers if b.size] for place, _ in breakdown.peaks]
+    temporaries = breakdown.temporaries
     bands: dict[tuple[int, ...], str] = {}
 
     def bytes_at(moment: int) -> Counter[str]:
         bytes_of = Counter(permanent)
-        for (allocation, _), lives in zip(breakdown.peaks, spans, strict=True):
-            for region in snapshot(allocation, lives, moment).regions:
-                key = tuple(map(id, region.buffers))
-                if key not in bands:
-                    bands[key] = band(breakdown.classify(region))
-                bytes_of[bands[key]] += region.size
+        for region in temporaries.at(moment).regions:
+            key = tuple(map(id, region.buffers))
+            if key not in bands:
+                bands[key] = band(breakdown.classify(region))
+            bytes_of[bands[key]] += region.size
         return bytes_of
 
-    peak = max(breakdown.peaks, key=lambda item: item[0].size, default=None)
-    peak_time = peak[1].time if peak else 0
+    peak_time = temporaries.peak.time
     permanent["other"] += total - bytes_at(peak_time).total()  # gaps between buffers
-    moments = _busiest_moments(_bytes_in_use(spans), edges)
+    moments = _busiest_moments(list(temporaries.in_use()), edges)
     bytes_of_moment = {moment: bytes_at(moment) for moment in set(moments)}
     return {
         "seconds": timed.seconds if target.gpu else None,
@@ -89,20 +80,6 @@ def history(breakdown: Breakdown, total: int, target: Target, timed: Timeline) -
         "largest": [_described(item, breakdown) for item in breakdown.buffers[:LARGEST]],
         "largest_made": [_described(item, breakdown) for item in breakdown.buffers if item.region][:LARGEST],
     }
-
-
-def _bytes_in_use(spans: Iterable[Sequence[tuple[Span, Buffer]]]) -> list[tuple[int, int]]:
-    """(moment, bytes in use from this moment on), for each moment at which the bytes of any allocation change. The
-    first moment is 0."""
-    changes = Counter({0: 0})
-    for lives in spans:
-        before = 0
-        for moment, used in bytes_in_use(lives):
-            changes[moment] += used - before
-            before = used
-    moments = sorted(changes)
-    used_from = itertools.accumulate(changes[moment] for moment in moments)
-    return list(zip(moments, used_from, strict=True))
 
 
 def band(buffer: NamedBuffer) -> str:
@@ -172,33 +149,40 @@ def _pass(instruction: Instruction) -> str | None:
     return "loss" if purpose_of(maker.op_name) == "logits" else pass_of(maker.op_name)
 
 
+class _Cuts(NamedTuple):
+    """A division of the moments so far into passes."""
+
+    seconds: float  # of operations that are inside the interval of their own pass
+    begins: tuple[int, ...]  # the moment at which each pass begins
+
+
 def _passes(labels: Sequence[str | None], edges: Sequence[float]) -> list[JsonDict]:
     """The passes of the step, in order, one interval per pass. A schedule mixes the passes a little, and micro-batches
     repeat them in a loop. So the intervals are chosen such that operations with the largest total time are inside the
     interval of their own pass."""
     count = len(PASSES)
-    # For the best cuts that end in each pass: the seconds in the right pass, and the moment at which each pass begins.
-    cuts: list[tuple[float, tuple[int, ...]]] = [(0.0, (0,) * count)] * count
+    best = [_Cuts(0.0, (0,) * count)] * count  # for each pass, the best division that ends in it
     for moment, label in enumerate(labels):
         for n in range(1, count):
-            if cuts[n - 1][0] >= cuts[n][0]:
-                cuts[n] = cuts[n - 1][0], cuts[n - 1][1][:n] + (moment,) * (count - n)
+            before = best[n - 1]
+            if before.seconds >= best[n].seconds:
+                best[n] = _Cuts(before.seconds, before.begins[:n] + (moment,) * (count - n))
         if label is not None:
             n = PASSES.index(label)
-            cuts[n] = cuts[n][0] + edges[moment + 1] - edges[moment], cuts[n][1]
-    latest = max(range(count), key=lambda n: cuts[n][0])
-    begins = [edges[n] for n in cuts[latest][1][: latest + 1]] + [1.0]
+            best[n] = best[n]._replace(seconds=best[n].seconds + edges[moment + 1] - edges[moment])
+    latest = max(range(count), key=lambda n: best[n].seconds)
+    begins = [edges[moment] for moment in best[latest].begins[: latest + 1]] + [1.0]
     ranges = zip(PASSES, begins, begins[1:], strict=False)
     return [{"name": name, "begin": begin, "end": end} for name, begin, end in ranges if end > begin]
 
 
-def source_of(buffer: NamedBuffer, layers: int | None) -> dict[str, str]:
+def source_of(buffer: NamedBuffer, layers: int) -> dict[str, str]:
     """The origin of a buffer in the source code.
 
     `where`: a source line, or the path of an argument. `inside`: the modules around it, Decoder > Block > GatedMlp.
     `layers`: "all 32 layers", "one layer" or "". The argument `layers`: the number of layers of a stack on one device.
     """
-    every = f"all {layers} layers" if layers and layers > 1 and layers in buffer.shape.dims else ""
+    every = f"all {layers} layers" if layers > 1 and layers in buffer.shape.dims else ""
     if buffer.region is None:
         where = path(buffer.what) if buffer.kind == "argument" else buffer.made_by
         return {"where": where, "inside": "", "layers": every}
@@ -211,7 +195,7 @@ def source_of(buffer: NamedBuffer, layers: int | None) -> dict[str, str]:
         return {"where": path(source.op_name), "inside": "", "layers": every}
     classes = (frame.function.partition(".")[0] for frame in reversed(source.frames) if MODELS in frame.file)
     inside = " > ".join(dict.fromkeys(name for name in classes if name[:1].isupper()))
-    if not every and layers and layers > 1 and any(STACK in frame.file for frame in source.frames):
+    if not every and layers > 1 and any(STACK in frame.file for frame in source.frames):
         every = "one layer"
     # The innermost line in a model, otherwise the innermost line that does not apply the stack of layers.
     outside_stack = [frame for frame in source.frames if STACK not in frame.file]

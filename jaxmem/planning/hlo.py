@@ -1,6 +1,10 @@
 """A compiled module as XLA scheduled it: instructions with shapes, operands, order, and source lines.
 
 The body of a loop is one computation that runs as often as the loop's trip count: `Module.executions`.
+
+XLA's modules and buffer assignments are read with message classes that the protobuf library creates from `hlo.proto`.
+jaxlib returns `HloProto` serialized and contains no message classes for it; the packages on PyPI that contain them
+require TensorFlow.
 """
 
 from __future__ import annotations
@@ -8,16 +12,52 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from importlib.resources import files
 from typing import Any, NamedTuple
 
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
 from jaxmem.kernels.scopes import mean_runs
-from jaxmem.planning.hlo_proto import HloInstructionProto, HloModuleProto, ShapeProto
 from jaxmem.typing import JsonDict
+
+_Field = descriptor_pb2.FieldDescriptorProto
+_SCALARS = {
+    "int32": _Field.TYPE_INT32, "int64": _Field.TYPE_INT64, "bool": _Field.TYPE_BOOL,
+    "string": _Field.TYPE_STRING, "bytes": _Field.TYPE_BYTES,
+}  # fmt: skip
+
+
+def _message_classes() -> JsonDict:
+    schema = files(__package__).joinpath("hlo.proto").read_text()
+    file = descriptor_pb2.FileDescriptorProto(name="jaxmem_hlo.proto", package="jaxmem_hlo", syntax="proto3")
+    for name, body in re.findall(r"message (\w+) \{(.*?)\}", schema, re.DOTALL):
+        message = file.message_type.add(name=name)
+        for repeated, kind, field_name, number in re.findall(r"(repeated )?(\w+) (\w+) = (\d+);", body):
+            message.field.add(
+                name=field_name,
+                number=int(number),
+                label=_Field.LABEL_REPEATED if repeated else _Field.LABEL_OPTIONAL,
+                type=_SCALARS.get(kind, _Field.TYPE_MESSAGE),
+                type_name=None if kind in _SCALARS else f".jaxmem_hlo.{kind}",
+            )
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    classes = message_factory.GetMessageClassesForFiles([file.name], pool)
+    return {name.rpartition(".")[2]: message_class for name, message_class in classes.items()}
+
+
+_CLASSES = _message_classes()
+HloProto = _CLASSES["HloProto"]
+HloModuleProto = _CLASSES["HloModuleProto"]
+HloInstructionProto = _CLASSES["HloInstructionProto"]
+ShapeProto = _CLASSES["ShapeProto"]
+BufferAssignmentProto = _CLASSES["BufferAssignmentProto"]
 
 # XLA's PrimitiveType: name and bits. Tuples, tokens and opaque types need no memory themselves.
 _TYPES: dict[int, tuple[str, int]] = {
@@ -210,14 +250,17 @@ def is_kernel(instruction: Instruction) -> bool:
 
 def total_flops(module: Module) -> int:
     """FLOPs of all matrix multiplications in one run."""
-    return round(
-        sum(dot_flops(instruction) * module.executions[instruction.computation] for instruction in module.walk())
-    )
+    return flops_of(module.walk(), module)
 
 
-def recomputed_values(module: Module) -> int:
-    """The number of values that XLA recomputes by itself, which it names `NAME.remat`."""
-    return sum(".remat" in instruction.name for instruction in module.walk())
+def flops_of(instructions: Iterable[Instruction], module: Module) -> int:
+    """FLOPs of these matrix multiplications in one run of the module."""
+    return round(sum(dot_flops(matmul) * module.executions[matmul.computation] for matmul in instructions))
+
+
+def recomputed(module: Module) -> list[Instruction]:
+    """The instructions with which XLA recomputes values by itself, which it names `NAME.remat`."""
+    return [instruction for instruction in module.walk() if ".remat" in instruction.name]
 
 
 def read_module(serialized: bytes) -> Module:

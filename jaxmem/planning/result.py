@@ -29,7 +29,6 @@ from jaxmem.planning.compile import (
     total_of,
 )
 from jaxmem.planning.history import history
-from jaxmem.planning.hlo import recomputed_values
 from jaxmem.planning.targets import Target, local_target, parse_target, reserved_memory, target_devices, usable_memory
 from jaxmem.planning.timeline import Timeline, Traffic, timeline
 from jaxmem.planning.units import format_bytes, format_seconds
@@ -54,7 +53,6 @@ class Plan(Printed):
     compiled_step: CompiledProgram
     seconds: float  # time that planning took
     reserve_gib: float | None = None  # memory of a GPU outside the compiled program; None: the default
-    unlimited: CompiledProgram | None = None  # the step compiled without a memory limit, if XLA recomputes at the limit
     replicated: Sequence[str] = ()  # arrays that XLA replicates on every device to reshard them
     others: Mapping[str, int] = field(default_factory=dict)  # bytes of the compiled programs of other phases
     remat_why: str | None = None  # the reason for the policy of `memory.remat: auto`; None: the config names it
@@ -249,9 +247,9 @@ class Plan(Printed):
 
     def table(self) -> Any:
         """The plan as a table that rich prints."""
-        from jaxmem.planning.table import PlanTable
+        from jaxmem.planning.table import plan_table
 
-        return PlanTable(self)
+        return plan_table(self)
 
 
 def state_bytes(built: Program) -> int:
@@ -324,14 +322,7 @@ def plan(
     with replicated_arrays() as replicated:
         step, others = compile_all(built.lower_step(), built.lower_others(), here=aim.is_here)
         check_stages(step.module, cfg.mesh.stage)
-    unlimited = None
-    if recomputed_values(step.module) and not aim.is_here and state_bytes(built) <= limit:
-        progress("compiling the step without a memory limit, at which XLA recomputes values ...")
-        with replicated_arrays():  # filters XLA's log
-            free = program(cfg, target_devices(aim, 1000 * limit))
-            unlimited = compile_program(free.lower_step(), here=False)
-    seconds = time.perf_counter() - start
-    return Plan(built, aim, step, seconds, reserve_gib, unlimited, replicated, others, remat_why=why)
+    return Plan(built, aim, step, time.perf_counter() - start, reserve_gib, replicated, others, remat_why=why)
 
 
 def plan_program(built: Program, remat_why: str | None = None, target: Target | None = None) -> Plan:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -68,7 +68,8 @@ def parse_target(text: str) -> Target:
     """
     name, _, amount = text.partition(":")
     match = re.fullmatch(r"(?:(\d{1,6})x)?(\d{1,6})", amount or "1")
-    hosts, size = (int(match[1] or 1), int(match[2])) if match else (0, 0)
+    hosts = int(match[1] or 1) if match else 0
+    size = int(match[2]) if match else 0
     if not match or not hosts * size:
         raise UserError(f"target {text}: {amount} must be a number of devices above 0, or HOSTSxDEVICES such as 16x8")
     if name == "cpu":
@@ -94,20 +95,20 @@ def parse_target(text: str) -> Target:
     return Target(text, gpu, count, per_host, gpu.memory, gpu.host_memory)
 
 
-def local_target(seen: Sequence[Any], gather: Callable[[int], list[int]] = lambda value: [value]) -> Target:
+def local_target(local: Sequence[Any], gather: Callable[[int], list[int]] = lambda value: [value]) -> Target:
     """The target of local devices, of this process or of all processes of a run. `gather` returns the values of all
     processes, for a target that is the same in all of them: with the least memory of a device and of a host."""
     import jax
 
-    first = seen[0]
-    here = next((device for device in seen if device.process_index == jax.process_index()), first)
-    count = len(seen)
+    first = local[0]
+    here = next((device for device in local if device.process_index == jax.process_index()), first)
+    count = len(local)
     names = join.hosts()  # several processes may share a host
-    hosts = [names[device.process_index] if names else device.process_index for device in seen]
+    hosts = [names[device.process_index] if names else device.process_index for device in local]
     per_host = hosts.count(hosts[0])
     share = min(gather(devices.host_memory()["total"] // per_host))
     if first.platform == "cpu":
-        return Target(f"cpu:{count}", None, count, per_host, share, share, tuple(seen))
+        return Target(f"cpu:{count}", None, count, per_host, share, share, tuple(local))
     # jax raises an error for a device of another process.
     reported = min(gather((here.memory_stats() or {}).get("bytes_limit", 0)))
     gpu = gpus.find(first.device_kind, reported)
@@ -116,7 +117,7 @@ def local_target(seen: Sequence[Any], gather: Callable[[int], list[int]] = lambd
     name = gpu.name if gpu else first.device_kind
     withheld = memory - reported if reported else None
     amount = count if per_host == min(count, PER_HOST) else f"{-(-count // per_host)}x{per_host}"
-    return Target(f"{name}:{amount}", gpu, count, per_host, memory, share, tuple(seen), withheld)
+    return Target(f"{name}:{amount}", gpu, count, per_host, memory, share, tuple(local), withheld)
 
 
 def reserved_memory(target: Target, gib: float | None = None) -> int:
@@ -144,18 +145,18 @@ def target_config(gpu: Gpu, usable: int) -> str:
     versions from `dnn_version`.
     """
     major, minor = (int(part) for part in gpu.compute_capability.split("."))
-    shared_core, shared_block, threads, lanes, like = _CORES[gpu.compute_capability]
+    cores = CORES[gpu.compute_capability]
     accelerated = "ACCELERATED_FEATURES" if major in (9, 10) else "NONE"
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
   shared_memory_per_block: 49152
-  shared_memory_per_core: {shared_core}
-  shared_memory_per_block_optin: {shared_block}
-  threads_per_core_limit: {threads}
+  shared_memory_per_core: {cores.shared_memory}
+  shared_memory_per_block_optin: {cores.shared_memory_of_block}
+  threads_per_core_limit: {cores.threads}
   core_count: {gpu.cores}
-  fpus_per_core: {lanes}
+  fpus_per_core: {cores.lanes}
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
@@ -171,20 +172,28 @@ gpu_device_info {{
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "NVIDIA {gpu.kind} like {like}"
+device_description_str: "NVIDIA {gpu.kind} like {cores.example}"
 """
 
 
-# For each compute capability: bytes of shared memory per multiprocessor, and the limit per block; threads and float32
-# lanes per multiprocessor (CUDA programming guide, "compute capabilities"); and a GPU of this capability by name, from
-# which kernels derive the capability. CUDA 13 does not support older capabilities.
-_CORES = {
-    "8.0": (167936, 166912, 2048, 64, "NVIDIA A100"),
-    "8.6": (102400, 101376, 1536, 128, "NVIDIA A10"),
-    "8.9": (102400, 101376, 1536, 128, "NVIDIA L4"),
-    "9.0": (233472, 232448, 2048, 128, "NVIDIA H100"),
-    "10.0": (233472, 232448, 2048, 128, "NVIDIA B200"),
-    "12.0": (102400, 101376, 1536, 128, "NVIDIA RTX PRO 6000"),
+class Cores(NamedTuple):
+    """The multiprocessors of a compute capability (CUDA programming guide, "compute capabilities")."""
+
+    shared_memory: int  # bytes per multiprocessor
+    shared_memory_of_block: int  # the limit in bytes
+    threads: int  # the most resident threads of a multiprocessor
+    lanes: int  # of float32 per multiprocessor, each of which adds and multiplies per clock
+    example: str  # a GPU by name, from which kernels derive the capability
+
+
+# CUDA 13 does not support older capabilities.
+CORES = {
+    "8.0": Cores(167936, 166912, 2048, 64, "NVIDIA A100"),
+    "8.6": Cores(102400, 101376, 1536, 128, "NVIDIA A10"),
+    "8.9": Cores(102400, 101376, 1536, 128, "NVIDIA L4"),
+    "9.0": Cores(233472, 232448, 2048, 128, "NVIDIA H100"),
+    "10.0": Cores(233472, 232448, 2048, 128, "NVIDIA B200"),
+    "12.0": Cores(102400, 101376, 1536, 128, "NVIDIA RTX PRO 6000"),
 }
 
 
@@ -225,17 +234,6 @@ def target_devices(target: Target, usable: int) -> Sequence[Any]:
     return topology.devices
 
 
-def shared_memory(gpu: Gpu) -> int:
-    """Bytes of shared memory per multiprocessor."""
-    return _CORES[gpu.compute_capability][0]
-
-
-def threads_and_lanes(gpu: Gpu) -> tuple[int, int]:
-    """The most resident threads of a multiprocessor, and its float32 lanes, each of which adds and multiplies per
-    clock."""
-    return _CORES[gpu.compute_capability][2:4]
-
-
 def check_compiler(target: Target) -> None:
     """Refuses a target of GPUs if this machine cannot compile for them."""
     if not target.is_here and (remedy := devices.gpu_compiler_remedy()):
@@ -244,18 +242,18 @@ def check_compiler(target: Target) -> None:
 
 def _from_file(path: Path) -> Gpu:
     try:
-        given = yaml.safe_load(read_file(path, 1 << 20).decode())
+        settings = yaml.safe_load(read_file(path, 1 << 20).decode())
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise UserError(f"target {path}: cannot be read: {reason}") from error
-    if not isinstance(given, dict):
-        raise UserError(f"target {path}: expected fields such as memory_gib: 24, not {as_yaml(given)}")
+    if not isinstance(settings, dict):
+        raise UserError(f"target {path}: expected fields such as memory_gib: 24, not {as_yaml(settings)}")
     spec: JsonDict = {"name": path.stem, "kind": path.stem, "link_group": Gpu.link_group}
-    if (like := given.pop("like", None)) is not None:
+    if (like := settings.pop("like", None)) is not None:
         if like not in GPUS:
             raise UserError(f"target {path}: like={as_yaml(like)} is unknown{nearest(like, GPUS)}")
         spec = dataclasses.asdict(GPUS[like]) | {"name": path.stem}
-    spec |= given
+    spec |= settings
     fields: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Gpu)}
     for key, value in spec.items():
         if key not in fields:
@@ -267,6 +265,6 @@ def _from_file(path: Path) -> Gpu:
     if missing := [key for key in fields if key not in spec]:
         raise UserError(f"target {path}: missing {', '.join(missing)}; docs/plan.md has an example")
     capability = spec["compute_capability"] = str(spec["compute_capability"])
-    if capability not in _CORES:
-        raise UserError(f"target {path}: unknown compute_capability {capability}; expected one of {', '.join(_CORES)}")
+    if capability not in CORES:
+        raise UserError(f"target {path}: unknown compute_capability {capability}; expected one of {', '.join(CORES)}")
     return Gpu(**spec)

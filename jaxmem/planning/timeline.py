@@ -160,7 +160,7 @@ def timeline(module: Module, gpu: Gpu | None, devices: int, per_host: int) -> Ti
     """
     simulation = _Simulation(module, gpu, devices, per_host)
     result = simulation.timeline
-    result.seconds = simulation.run(module.entry)
+    result.seconds = simulation.run(module.entry).now
     result.flops = total_flops(module)
     result.spans = sorted(simulation.spans_of(module.entry, 0.0, 1.0), key=lambda span: span.begin)
     return result
@@ -185,13 +185,18 @@ class Kernel:
 
 
 @dataclass
-class _Clock:
-    """The clock of a device and of its links during one computation."""
+class _Run:
+    """One run of a computation on a device and its links."""
 
-    now: float = 0.0
+    now: float = 0.0  # seconds since its begin; in the end, the seconds that it takes
     link_free: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     pending: dict[Instruction, Transmission] = field(default_factory=dict)
-    waits: list[tuple[float, float]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)  # without those of `calls`
+    calls: list[tuple[Computation, float, float]] = field(default_factory=list)  # (computation, begin, end)
+
+    def span(self, row: str, kind: str, begin: float, end: float) -> None:
+        if end > begin:
+            self.spans.append(Span(row, kind, begin, end))
 
     def work(self, kernel: "Kernel", gpu: Gpu | None = None) -> None:
         """Runs a kernel, or a computation without a `gpu`. Collectives that are transferred at the same time slow a
@@ -213,11 +218,12 @@ class _Clock:
 
     def start(self, transmission: Transmission, seconds: float) -> None:
         """Starts a transfer on its link as soon as the link is free."""
-        link = transmission.message.link
-        transmission.begins = max(self.now, self.link_free[link])
-        self.link_free[link] = transmission.ends = transmission.begins + seconds
+        message = transmission.message
+        transmission.begins = max(self.now, self.link_free[message.link])
+        self.link_free[message.link] = transmission.ends = transmission.begins + seconds
         self.pending[transmission.instruction] = transmission
-        if not transmission.message.is_asynchronous:
+        self.span(message.link, message.kind, transmission.begins, transmission.ends)
+        if not message.is_asynchronous:
             self.wait_for(transmission.instruction)
 
     def wait_for(self, instruction: Instruction) -> None:
@@ -226,8 +232,7 @@ class _Clock:
         for transmission in self.pending.values():
             transmission.exposed += max(0.0, min(transmission.ends, until) - max(transmission.begins, self.now))
         del self.pending[instruction]
-        if until > self.now:
-            self.waits.append((self.now, until))
+        self.span(COMPUTE, WAIT, self.now, until)
         self.now = until
 
 
@@ -238,60 +243,61 @@ class _Simulation:
     devices: int
     per_host: int
     timeline: Timeline = field(default_factory=Timeline)
-    known: dict[Computation, float] = field(default_factory=dict)  # seconds of one run of each computation
-    spans_in: dict[Computation, list[Span]] = field(default_factory=dict)  # of one run, without those of `calls`
-    calls: dict[Computation, list[tuple[Computation, float, float]]] = field(default_factory=dict)  # begin, end
+    runs: dict[Computation, _Run] = field(default_factory=dict)
 
     def spans_of(self, computation: Computation, begin: float, scale: float) -> Iterator[Span]:
         """The spans of a computation that begins at this time and takes `scale` times the time of one run."""
-        for row, kind, first, last in self.spans_in[computation]:
+        run = self.runs[computation]
+        for row, kind, first, last in run.spans:
             yield Span(row, kind, begin + scale * first, begin + scale * last)
-        for called, first, last in self.calls[computation]:
-            if self.known[called]:
-                yield from self.spans_of(called, begin + scale * first, scale * (last - first) / self.known[called])
+        for called, first, last in run.calls:
+            if seconds := self.runs[called].now:
+                yield from self.spans_of(called, begin + scale * first, scale * (last - first) / seconds)
 
-    def run(self, computation: Computation) -> float:
-        """Seconds of one run. The body of a loop is simulated once, and its seconds are multiplied by its runs."""
-        if computation in self.known:
-            return self.known[computation]
-        clock = _Clock()
-        times = self.module.executions[computation]
-        spans: list[Span] = []
-        calls: list[tuple[Computation, float, float]] = []
-        executed = float(times) if times % 1 else int(times)
+    def run(self, computation: Computation) -> _Run:
+        """One run. The body of a loop is simulated once, and its seconds are multiplied by its runs."""
+        if computation in self.runs:
+            return self.runs[computation]
+        run = _Run()
         for instruction in computation.instructions:
-            before = clock.now
-            if instruction.opcode in ("while", "call", "conditional"):
-                counts = runs_of_called(instruction, time=True)
-                durations = [
-                    float(count) * self.run(called) for count, called in zip(counts, instruction.called, strict=True)
-                ]
-                # If it is unknown how often each branch runs, the conditional takes as long as its slowest branch.
-                most = instruction.opcode == "conditional" and sum(counts) > 1
-                clock.work(Kernel(max(durations) if most else sum(durations, 0.0), 0.0))
-                ends = itertools.accumulate(durations, initial=before)
-                pairs = zip(instruction.called, itertools.pairwise(ends), strict=True)
-                calls += [(called, first, min(last, clock.now)) for called, (first, last) in pairs if first < clock.now]
-            elif message := collective(instruction, self.devices, self.per_host) or host_copy(instruction):
-                sent = Transmission(instruction, message, executed)
-                self.timeline.transmissions.append(sent)
-                clock.start(sent, message.seconds(self.gpu) if self.gpu else 0.0)
-                spans.append(Span(message.link, message.kind, sent.begins, sent.ends))
-            elif instruction.opcode == "async-start":  # a kernel on another stream
-                clock.work(Kernel(self.run(instruction.called[0]), 0.0))
-                spans.append(Span(COMPUTE, KERNEL, before, clock.now))
-            elif instruction.opcode.endswith("-done") and instruction.operands[0] in clock.pending:
-                clock.wait_for(instruction.operands[0])
-            elif self.gpu:
-                clock.work(self._kernel(instruction, self.gpu, times), self.gpu)
-                spans.append(Span(COMPUTE, KERNEL, before, clock.now))
-            if clock.now > before:
-                self.timeline.seconds_in[instruction] = clock.now - before
-        self.known[computation] = clock.now
-        self.calls[computation] = calls
-        spans += [Span(COMPUTE, WAIT, begin, end) for begin, end in clock.waits]
-        self.spans_in[computation] = [span for span in spans if span.end > span.begin]
-        return clock.now
+            before = run.now
+            self._execute(instruction, run)
+            if run.now > before:
+                self.timeline.seconds_in[instruction] = run.now - before
+        self.runs[computation] = run
+        return run
+
+    def _execute(self, instruction: Instruction, run: _Run) -> None:
+        before = run.now
+        times = self.module.executions[instruction.computation]
+        if instruction.opcode in ("while", "call", "conditional"):
+            self._call(instruction, run)
+        elif message := collective(instruction, self.devices, self.per_host) or host_copy(instruction):
+            transmission = Transmission(instruction, message, float(times) if times % 1 else int(times))
+            self.timeline.transmissions.append(transmission)
+            run.start(transmission, message.seconds(self.gpu) if self.gpu else 0.0)
+        elif instruction.opcode == "async-start":  # a kernel on another stream
+            run.work(Kernel(self.run(instruction.called[0]).now, 0.0))
+            run.span(COMPUTE, KERNEL, before, run.now)
+        elif instruction.opcode.endswith("-done") and instruction.operands[0] in run.pending:
+            run.wait_for(instruction.operands[0])
+        elif self.gpu:
+            run.work(self._kernel(instruction, self.gpu, times), self.gpu)
+            run.span(COMPUTE, KERNEL, before, run.now)
+
+    def _call(self, instruction: Instruction, run: _Run) -> None:
+        before = run.now
+        counts = runs_of_called(instruction, time=True)
+        durations = [
+            float(count) * self.run(called).now for count, called in zip(counts, instruction.called, strict=True)
+        ]
+        # If it is unknown how often each branch runs, the conditional takes as long as its slowest branch.
+        is_unknown = instruction.opcode == "conditional" and sum(counts) > 1
+        run.work(Kernel(max(durations) if is_unknown else sum(durations, 0.0), 0.0))
+        ends = itertools.accumulate(durations, initial=before)
+        for called, (first, last) in zip(instruction.called, itertools.pairwise(ends), strict=True):
+            if first < run.now:
+                run.calls.append((called, first, min(last, run.now)))
 
     def _kernel(self, instruction: Instruction, gpu: Gpu, times: int | Fraction) -> Kernel:
         if instruction.opcode in _FREE_OPERATIONS or instruction.opcode.endswith(("-start", "-done")):

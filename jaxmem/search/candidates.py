@@ -21,10 +21,10 @@ from jaxmem.config.devices import for_devices, resolve
 from jaxmem.config.load import config_of
 from jaxmem.config.user import UserObjects
 from jaxmem.errors import UserError, as_yaml, one_line
-from jaxmem.estimate.chunks import loss_chunk, mlp_chunk
 from jaxmem.estimate.memory import Estimate
+from jaxmem.estimate.passes import loss_chunk, mlp_chunk
 from jaxmem.planning.advice import FASTER, slow_settings
-from jaxmem.planning.estimated import estimated, resolved_on
+from jaxmem.planning.budget import estimated, resolved_on
 from jaxmem.planning.result import PlanWarning
 from jaxmem.planning.targets import Target
 from jaxmem.quant.precision import compute_dtype

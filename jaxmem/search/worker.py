@@ -25,7 +25,7 @@ from jaxmem.errors import one_line
 from jaxmem.machine import devices
 from jaxmem.machine.gpus import CPU
 from jaxmem.planning.compile import compile_program, replicated_arrays
-from jaxmem.planning.hlo import recomputed_values
+from jaxmem.planning.hlo import recomputed
 from jaxmem.planning.result import Plan, evaluate_bytes
 from jaxmem.planning.targets import Target, parse_target, target_devices, usable_memory
 from jaxmem.planning.timeline import timeline
@@ -117,7 +117,7 @@ def step_cost(cfg: Config, target: Target, reserve_gib: float | None) -> JsonDic
         host=plan.host_bytes,
         seconds=timed.seconds,
         kinds=categories | plan.breakdown.kinds.get("activations", {}),
-        recomputed=recomputed_values(step.module),
+        recomputed=len(recomputed(step.module)),
     )
     return vars(cost)
 

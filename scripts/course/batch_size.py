@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jaxmem.config import load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.estimate.memory import Estimate
-from jaxmem.planning.estimated import estimated
+from jaxmem.planning.budget import estimated
 from jaxmem.planning.targets import Target, parse_target, usable_memory
 from jaxmem.typing import JsonDict
 from scripts.course import Findings, common, main

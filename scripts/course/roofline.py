@@ -8,7 +8,7 @@ from jaxmem.config import load_config
 from jaxmem.machine.gpus import GPUS, Gpu
 from jaxmem.planning.compile import compile_program
 from jaxmem.planning.hlo import Instruction, dot_flops, is_kernel
-from jaxmem.planning.targets import Target, parse_target, shared_memory, target_devices, threads_and_lanes
+from jaxmem.planning.targets import CORES, Target, parse_target, target_devices
 from jaxmem.planning.timeline import moved_bytes, timeline
 from jaxmem.step.programs import program
 from scripts.course import Findings, common, main
@@ -97,7 +97,9 @@ def measure() -> Findings:
             "h100": ridge(gpus[h100]),
             "memory_a100": bound_by_memory(gpus[a100], totals[a100]),
             "memory_h100": bound_by_memory(gpus[h100], totals[h100]),
-            "largest": max(tile for tile in TILES if 2 * tile * tile * 2 <= shared_memory(gpus[h100])),
+            "largest": max(
+                tile for tile in TILES if 2 * tile * tile * 2 <= CORES[gpus[h100].compute_capability].shared_memory
+            ),
         },
         [*(roof(gpu, totals[name]) for name, gpu in gpus.items()), times_of_tiles(gpus.values()), warps(gpus[h100])],
         (6.5, 6.5),
@@ -111,21 +113,21 @@ def ridge(gpu: Gpu) -> float:
 
 def vector_flops(gpu: Gpu) -> float:
     """The peak of float32 without tensor cores: a fused multiply and add per lane and clock."""
-    _, lanes = threads_and_lanes(gpu)
+    lanes = CORES[gpu.compute_capability].lanes
     return 2 * gpu.cores * lanes * gpu.clock_ghz * 1e9
 
 
 def multiprocessor(gpu: Gpu) -> Row:
-    threads, lanes = threads_and_lanes(gpu)
+    cores = CORES[gpu.compute_capability]
     return {
         "GPU": gpu.name,
         "multiprocessors": gpu.cores,
-        "warps": threads // WARP,
+        "warps": cores.threads // WARP,
         "registers, KiB": REGISTERS // 2**10,
-        "registers per thread of all warps": REGISTERS // 4 // threads,
+        "registers per thread of all warps": REGISTERS // 4 // cores.threads,
         "L1 and shared memory, KiB": L1[gpu.compute_capability],
-        "shared at most, KiB": shared_memory(gpu) // 2**10,
-        "float32 lanes": lanes,
+        "shared at most, KiB": CORES[gpu.compute_capability].shared_memory // 2**10,
+        "float32 lanes": cores.lanes,
         "float32, TFLOP/s of the GPU": vector_flops(gpu) / 1e12,
         "bfloat16 on tensor cores, TFLOP/s": gpu.bf16_tflops,
     }
@@ -135,7 +137,7 @@ def memory_levels(gpu: Gpu) -> list[Row]:
     """The memories from the nearest to the farthest, with the speed per GPU in one direction."""
     levels = [
         ("registers", gpu.cores * REGISTERS, None),
-        ("shared memory", gpu.cores * shared_memory(gpu), gpu.cores * BANKS * gpu.clock_ghz),
+        ("shared memory", gpu.cores * CORES[gpu.compute_capability].shared_memory, gpu.cores * BANKS * gpu.clock_ghz),
         ("L2 cache", int(gpu.l2_mib * 2**20), None),
         ("its memory", gpu.memory, gpu.bandwidth_gb_s),
         ("another GPU of its host", gpu.memory, gpu.link_gb_s),
@@ -278,7 +280,7 @@ def times_of_tiles(gpus: Iterable[Gpu]) -> LinePlot:
 
 def warps(gpu: Gpu) -> LinePlot:
     """Resident warps by the registers that a thread needs; both GPUs have as many registers and threads."""
-    threads, _ = threads_and_lanes(gpu)
+    threads = CORES[gpu.compute_capability].threads
     needs = (16, 32, 64, 128, 255)
     points = [(need, min(threads // WARP, REGISTERS // 4 // need // WARP)) for need in needs]
     title = "Warps of a multiprocessor by the registers of a thread"

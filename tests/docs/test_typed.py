@@ -29,8 +29,8 @@ from jaxmem.config.methods import METHODS
 from jaxmem.data import text
 from jaxmem.machine.devices import simulation_environment
 from jaxmem.planning import budget, result
+from jaxmem.planning.budget import estimated
 from jaxmem.planning.compile import CompiledProgram, compile_program
-from jaxmem.planning.estimated import estimated
 from jaxmem.search import candidates, comparison, fit
 from jaxmem.search.compilers import CompilerPool
 from jaxmem.search.knobs import allowed

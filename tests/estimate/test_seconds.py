@@ -7,7 +7,7 @@ from jaxmem.estimate.passes import TracedPasses
 from jaxmem.estimate.seconds import StepTime
 from jaxmem.machine.gpus import GPUS
 from jaxmem.machine.links import latency
-from jaxmem.planning.estimated import estimated
+from jaxmem.planning.budget import estimated
 from jaxmem.planning.targets import parse_target
 
 
@@ -64,5 +64,5 @@ def test_replicated_gradients_of_experts_are_reduced_between_hosts() -> None:
     sections = {"model": model, "data": {"sequence_length": 128}, "batch": {"global_size": 16}}
     cfg = load_config({"name": "experts", **sections, "mesh": {"fsdp": 2, "expert": 8}, "train": {"steps": 1}})
     weights = {"reduced": 2**30, "scattered": 0, "renewed": 0}
-    time = StepTime(cfg.replace(zero=1), gpu, 8, TracedPasses(0, 0, (), 0), weights, {}, 0, 0)
+    time = StepTime(cfg.replace(zero=1), gpu, 8, TracedPasses(0, 0, (), 0), weights, {}, {"weights": 0, "optimizer": 0})
     assert time._per_update() > 2**29 / (1e9 * gpu.network_gb_s)

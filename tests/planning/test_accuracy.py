@@ -1,5 +1,7 @@
 """What plans say about their times: published runs on the same kind of target."""
 
+from pathlib import Path
+
 import pytest
 
 from jaxmem.planning import accuracy
@@ -19,8 +21,10 @@ def test_every_kind_of_target_has_published_runs(target: str, kind: str) -> None
     assert kind in text
 
 
-def test_the_range_is_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accuracy, "_ranges", lambda: {"one host": {"least": 0.97, "most": 1.06, "runs": 5}})
+def test_the_range_is_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "accuracy.yaml"
+    file.write_text("one host: {least: 0.97, most: 1.06, runs: 5}")
+    monkeypatch.setattr(accuracy, "FILE", file)
     assert published_range(parse_target("h100-80gb:8")) == "5 published runs on one host took 3 % less to 6 % more"
     assert published_range(parse_target("h100-80gb:16")) is None
 

@@ -23,10 +23,10 @@ from jaxmem.pipeline.stages import Pipeline
 from jaxmem.planning import advice
 from jaxmem.planning.advice import PlanWarning, warnings_of
 from jaxmem.planning.breakdown import Breakdown, KnownShapes, NamedBuffer, known_shapes
+from jaxmem.planning.budget import estimated
 from jaxmem.planning.buffers import Allocation, Buffer
 from jaxmem.planning.compile import CompiledProgram, compile_program, replicated_arrays, without_cache
-from jaxmem.planning.estimated import estimated
-from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module
+from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module, total_flops
 from jaxmem.planning.result import Plan
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.stack import remat
@@ -34,7 +34,6 @@ from jaxmem.step.programs import program
 from tests.planning.conftest import SMALL, config, plan_here
 
 MIB = 2**20
-NOTHING_KNOWN = KnownShapes(frozenset(), frozenset(), frozenset(), frozenset(), frozenset())
 
 
 def found(check: Any, **plan: Any) -> list[PlanWarning]:
@@ -114,14 +113,12 @@ def short_of(usable: int) -> CompiledProgram:
 def test_recomputation_by_xla_and_what_it_costs() -> None:
     short, enough = short_of(400 * MIB), short_of(8192 * MIB)
     built = program(config(memory={"remat": "dots"}), jax.devices()[:1])
-    plan = {"program": built, "unlimited": enough, "limit": 400 * MIB}
-    assert found(advice._recomputed_by_xla, compiled_step=enough, **plan) == []
-    assert found(advice._recomputed_by_xla, compiled_step=short, **plan | {"unlimited": short}) == [], "no cost"
-    assert found(advice._recomputed_by_xla, compiled_step=short, **plan | {"limit": 1000}) == [], "nothing would fit"
-    (warned,) = found(advice._recomputed_by_xla, compiled_step=short, **plan)
+    assert found(advice._recomputed_by_xla, program=built, compiled_step=enough, limit=400 * MIB) == []
+    assert found(advice._recomputed_by_xla, program=built, compiled_step=short, limit=1000) == [], "nothing would fit"
+    (warned,) = found(advice._recomputed_by_xla, program=built, compiled_step=short, limit=400 * MIB)
     assert warned.kind == "recomputed by XLA"
-    assert "more FLOPs per step" in warned.text
-    assert "MiB less memory" in warned.text
+    extra = total_flops(short.module) - total_flops(enough.module)
+    assert f"{extra:.3g} more FLOPs per step" in warned.text
     assert "memory.remat=full" in warned.cure
 
 
@@ -185,7 +182,7 @@ def state_on_host(copied: int) -> Breakdown:
     allocations = [
         Allocation("argument", state.bytes, 0, True, ()), Allocation("temporary", piece.bytes, None, False, (buffer,))
     ]  # fmt: skip
-    return Breakdown(module, allocations, NOTHING_KNOWN)
+    return Breakdown(module, allocations)
 
 
 @pytest.mark.parametrize(("copied", "warns"), [(256 * MIB, True), (16 * MIB, False)])
@@ -272,7 +269,7 @@ def test_a_part_that_has_the_form_of_something_whole_is_no_sign_of_it() -> None:
 def test_an_array_that_only_has_as_many_elements_as_a_whole_one_is_no_sign_of_it() -> None:
     """Layers are the first dimension; activations are [rows, time, ...]; small arrays are not worth a line."""
     built = program(config(mesh={"fsdp": 4}), jax.devices()[:4])
-    known = dataclasses.replace(NOTHING_KNOWN, full_gradients=frozenset({(2, 2048, 4096)}))
+    known = KnownShapes(full_gradients={(2, 2048, 4096)})
 
     def warned(*dims: int, by_shape: bool = False, length: int = 64, **sections: Any) -> list[PlanWarning]:
         shape = HloShape("float32", 32, dims)
@@ -290,7 +287,7 @@ def test_an_array_that_only_has_as_many_elements_as_a_whole_one_is_no_sign_of_it
     accumulated = {"by_shape": True, "length": 2048, "batch": {"accumulate": 2}}
     assert warned(2, 2048, 4096, **accumulated, memory={"update": "during"}) == []
     assert len(warned(2, 2048, 4096, **accumulated)) == 1
-    known = dataclasses.replace(known, full_gradients=frozenset({(2, 64, 128)}))
+    known = KnownShapes(full_gradients={(2, 64, 128)})
     assert warned(2, 64, 128) == []
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmem.planning.buffers import Lifetimes, peak_of, read_allocations
+from jaxmem.planning.buffers import Lifetimes, Temporaries, read_allocations
 from jaxmem.planning.hlo import read_module
 
 
@@ -18,7 +18,7 @@ def temporary(function: Any, *arguments: Any) -> tuple[Any, Any]:
     assert held == {"argument": stats.argument_size_in_bytes, "output": stats.output_size_in_bytes}
     (one,) = [one for one in allocations if one.kind == "temporary"]
     assert one.size == stats.temp_size_in_bytes
-    return one, peak_of(one, Lifetimes(module))
+    return one, Temporaries(one, Lifetimes(module)).peak
 
 
 def test_values_that_live_at_once_are_held_at_once() -> None:

@@ -15,8 +15,7 @@ from jaxmem.machine.gpus import GPUS
 from jaxmem.machine.links import collective_seconds
 from jaxmem.planning.communication import Transfer, _groups, collective
 from jaxmem.planning.compile import check_stages
-from jaxmem.planning.hlo import HloShape, Instruction
-from jaxmem.planning.hlo_proto import HloInstructionProto
+from jaxmem.planning.hlo import HloInstructionProto, HloShape, Instruction
 from tests.planning.conftest import module_of
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from jaxmem.models import vocab_slices
 from jaxmem.planning import compile as compiling
-from jaxmem.planning.breakdown import Breakdown, KnownShapes
+from jaxmem.planning.breakdown import Breakdown
 from jaxmem.planning.buffers import read_allocations, sizes_of
 from jaxmem.planning.compile import (
     UNTIMED,
@@ -21,8 +21,7 @@ from jaxmem.planning.compile import (
     replicated_arrays,
     without_cache,
 )
-from jaxmem.planning.hlo import read_module, total_flops
-from jaxmem.planning.hlo_proto import HloProto
+from jaxmem.planning.hlo import HloProto, read_module, total_flops
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.sharding import host
 from jaxmem.step.programs import program
@@ -66,7 +65,7 @@ def test_arrays_that_a_function_captures_are_in_memory() -> None:
     x = jax.ShapeDtypeStruct((8, 2048), jnp.float32, sharding=place)
     step = compile_program(jax.jit(lambda x: (x @ captured).sum()).lower(x), here=False)
     assert step.total >= captured.nbytes
-    buffers = Breakdown(step.module, read_allocations(step.module, step.assignment), KnownShapes(*[frozenset()] * 5))
+    buffers = Breakdown(step.module, read_allocations(step.module, step.assignment))
     assert buffers.of_kind("constant") >= captured.nbytes
 
 

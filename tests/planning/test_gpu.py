@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from jaxmem.planning.accuracy import published_range
-from jaxmem.planning.hlo_proto import BufferAssignmentProto
+from jaxmem.planning.hlo import BufferAssignmentProto
 from jaxmem.planning.result import Plan, plan
 from jaxmem.planning.targets import parse_target
 from jaxmem.planning.timeline import timeline

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmem.models.block import GatedMlp
-from jaxmem.planning.breakdown import Breakdown, KnownShapes
+from jaxmem.planning.breakdown import Breakdown
 from jaxmem.planning.buffers import read_allocations
 from jaxmem.planning.compile import total_of
 from jaxmem.planning.history import BANDS, PASSES, _passes, history, source_of
@@ -16,8 +16,6 @@ from jaxmem.planning.hlo import read_module
 from jaxmem.planning.result import Plan
 from jaxmem.planning.targets import parse_target
 from jaxmem.planning.timeline import timeline
-
-NOTHING_KNOWN = KnownShapes(frozenset(), frozenset(), frozenset(), frozenset(), frozenset())
 
 
 @pytest.mark.exhaustive
@@ -97,7 +95,7 @@ def test_a_loop_s_body_stands_over_all_its_time() -> None:
     module = read_module(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
     allocations = read_allocations(module, compiled.memory_analysis().serialized_buffer_assignment_proto)
     target = parse_target("cpu:1")
-    broken = Breakdown(module, allocations, NOTHING_KNOWN)
+    broken = Breakdown(module, allocations)
     found = history(broken, total_of(compiled), target, timeline(module, None, 1, 1))
     stack = 16 * 256 * 256 * 4
     columns = found["columns"]

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from jaxmem.planning.breakdown import BATCH, NOWHERE, OPTIMIZER, WEIGHTS, trace_origins
 from jaxmem.planning.hlo import Instruction, Module
+from jaxmem.planning.origins import BATCH, NOWHERE, OPTIMIZER, WEIGHTS, trace_origins
 from tests.planning.conftest import module_of
 
 INPUTS = {"weights": WEIGHTS, "optimizer": OPTIMIZER, "batch": BATCH}

@@ -5,7 +5,7 @@ import pytest
 
 from jaxmem.estimate.state import bytes_on_device
 from jaxmem.planning.breakdown import STATE_COPIES
-from jaxmem.planning.buffers import Lifetimes, peak_of, read_allocations, snapshot
+from jaxmem.planning.buffers import Lifetimes, Temporaries, read_allocations
 from jaxmem.planning.compile import compile_program
 from jaxmem.planning.result import Plan
 from jaxmem.step.categories import COPIES, SAVED
@@ -25,13 +25,11 @@ def inference(layers: int) -> tuple[int, int]:
     )
     compiled = compile_program(program(cfg, jax.devices()[:1]).lower_evaluate(), here=True, runs=False)
     found = read_allocations(compiled.module, compiled.assignment)
-    (temporaries,) = [one for one in found if one.kind == "temporary"]
+    (allocation,) = [one for one in found if one.kind == "temporary"]
     lives = Lifetimes(compiled.module)
-    assert peak_of(temporaries, lives).unused < 0.02 * temporaries.size
-    spans = [(lives.of(buffer), buffer) for buffer in temporaries.buffers if buffer.size]
-    places = [
-        sum(one.size == RESIDUAL for one in snapshot(temporaries, spans, moment).regions) for moment in range(lives.end)
-    ]
+    temporaries = Temporaries(allocation, lives)
+    assert temporaries.peak.unused < 0.02 * temporaries.size
+    places = [sum(one.size == RESIDUAL for one in temporaries.at(moment).regions) for moment in range(lives.end)]
     return temporaries.size, max(places)
 
 
@@ -47,8 +45,8 @@ def test_a_training_step_holds_what_is_used_again_and_its_state_once(cpu_plan: P
     state = bytes_on_device(cpu_plan.program.spec.state)
     assert cpu_plan.compiled_step.sizes["aliased"] == state  # every leaf is updated where it lies
     assert cpu_plan.compiled_step.sizes["outputs"] - state < 1024  # beside it: metrics
-    for place, moment in cpu_plan.breakdown.peaks:
-        assert moment.unused < 0.05 * place.size  # all else is used again after this moment
+    temporaries = cpu_plan.breakdown.temporaries
+    assert temporaries.peak.unused < 0.05 * temporaries.size  # all else is used again after this moment
     assert cpu_plan.breakdown.of_kind(STATE_COPIES) + cpu_plan.breakdown.of_kind(COPIES) < 64  # counters
     # Of remat: full each layer's input is kept for the backward pass, and nothing else of a layer.
     rows, layers = 8 // 4, SMALL["layers"]

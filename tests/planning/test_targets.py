@@ -14,7 +14,7 @@ from jaxmem.errors import UserError
 from jaxmem.machine import devices, gpus
 from jaxmem.machine.gpus import GIB, GPUS
 from jaxmem.planning.result import plan
-from jaxmem.planning.table import TargetList
+from jaxmem.planning.table import target_table
 from jaxmem.planning.targets import local_target, parse_target, target_config, target_devices, usable_memory
 
 OWN = """
@@ -230,7 +230,7 @@ def test_without_an_assembler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 def test_the_list_shows_every_target_whole_in_80_columns() -> None:
     console = Console(width=80, file=io.StringIO())
-    console.print(TargetList())
+    console.print(target_table())
     text = console.file.getvalue()
     assert all(name in text for name in GPUS)
     assert max(map(len, text.splitlines())) <= 80

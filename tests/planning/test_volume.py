@@ -9,11 +9,12 @@ import jax
 import pytest
 
 from jaxmem.optim import in_place
-from jaxmem.planning.breakdown import pass_of, sorted_dims
+from jaxmem.planning.breakdown import sorted_dims
 from jaxmem.planning.buffers import Lifetimes, read_allocations
 from jaxmem.planning.communication import collective
 from jaxmem.planning.compile import compile_program, replicated_arrays
 from jaxmem.planning.hlo import dot_flops
+from jaxmem.planning.origins import pass_of
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.planning.timeline import timeline
 from jaxmem.step.programs import program

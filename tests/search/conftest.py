@@ -9,7 +9,7 @@ import pytest
 
 from jaxmem.config import Config
 from jaxmem.estimate.memory import Estimate
-from jaxmem.planning.estimated import estimated
+from jaxmem.planning.budget import estimated
 from jaxmem.planning.targets import Target, parse_target
 from jaxmem.search.candidates import Candidate, Space
 from jaxmem.search.compilers import CompilerPool

@@ -11,7 +11,7 @@ from jaxmem.config.devices import for_devices
 from jaxmem.config.methods import config_with
 from jaxmem.errors import UserError
 from jaxmem.estimate.memory import Estimate
-from jaxmem.planning.estimated import estimated
+from jaxmem.planning.budget import estimated
 from jaxmem.planning.targets import Target
 from jaxmem.search import largest
 from jaxmem.search.largest import UNITS, search_largest

@@ -95,7 +95,7 @@ def kept(kind: Kind, target: str) -> list[Any]:
     import jax.numpy as jnp
     from flax import nnx
 
-    from jaxmem.planning.buffers import Lifetimes, peak_of, read_allocations
+    from jaxmem.planning.buffers import Lifetimes, Temporaries, read_allocations
     from jaxmem.planning.compile import compile_program
     from jaxmem.planning.targets import parse_target, target_devices
     from jaxmem.stack.apply import stacked
@@ -121,7 +121,7 @@ def kept(kind: Kind, target: str) -> list[Any]:
     compiled = compile_program(lowered, here=aim.is_here, runs=False)
     lives = Lifetimes(compiled.module)
     temporaries = [one for one in read_allocations(compiled.module, compiled.assignment) if one.kind == "temporary"]
-    shapes = [region.buffers[0].shape for one in temporaries for region in peak_of(one, lives).regions]
+    shapes = [region.buffers[0].shape for one in temporaries for region in Temporaries(one, lives).peak.regions]
     stacks = [shape for shape in shapes if shape.dims[:1] == (LAYERS,)]
     return [shape for shape in stacks if (SIDE if kind.image else TIME) in shape.dims]
 
