@@ -42,11 +42,9 @@ def _is_control(character: str) -> bool:
 def _readable(line: str) -> str:
     """A line of limited length."""
     line = escaped(line)
-    return (
-        line
-        if len(line) <= MAX_LINE_LENGTH
-        else f"{line[: MAX_LINE_LENGTH * 2 // 3]} ... {line[-MAX_LINE_LENGTH // 3 :]}"
-    )
+    if len(line) <= MAX_LINE_LENGTH:
+        return line
+    return f"{line[: MAX_LINE_LENGTH * 2 // 3]} ... {line[-MAX_LINE_LENGTH // 3 :]}"
 
 
 class TemporaryError(UserError):
@@ -109,14 +107,14 @@ def nearest_numbers(value: int, known: Iterable[int]) -> str:
     return one_of([*below[-1:], *above[:1]] or ["none"])
 
 
-def abridge(items: Sequence[str], most: int = 4, separator: str = ", ") -> str:
+def abridge(items: Sequence[str], most: int = 4) -> str:
     """The first items of a list.
 
     >>> abridge(["q", "k", "v"], most=2)
     'q, k and 1 more'
     """
     others = f" and {len(items) - most} more" if len(items) > most else ""
-    return separator.join(items[:most]) + others
+    return ", ".join(items[:most]) + others
 
 
 def one_line(error: BaseException) -> str:

@@ -5,10 +5,8 @@ Each rule yields a line per problem: the given setting, what is allowed, what to
 
 import os
 import re
-import sys
 from collections.abc import Iterator
 
-from jaxmem.config.adapter import Adapter
 from jaxmem.config.check_decoder import check_decoder, indivisible
 from jaxmem.config.check_sections import check_adapter, check_data, check_memory, check_some_layers
 from jaxmem.config.combinations import check_combinations
@@ -33,23 +31,22 @@ def check(cfg: Config) -> Config:
 
 def _run(cfg: Config) -> Iterator[str]:
     train = cfg.train
+    warmup = cfg.optimizer.warmup
     if not re.fullmatch(r"\w[\w.-]*", cfg.name):
         use = 'use letters, digits, "_", "-" and ".", and start with a letter, a digit or "_"'
         yield f"name={as_yaml(cfg.name)} is not a valid name of a run; {use}"
     if (train.steps is None) == (train.tokens is None):
         yield f"train.steps and train.tokens are both {'set' if train.steps else 'null'}; set exactly one of them"
-    else:
-        if cfg.optimizer.warmup >= cfg.steps:
-            key = "train.steps" if train.steps else "train.tokens"
-            updates = "" if train.steps else f" ({cfg.steps} updates)"
-            line = f"the run ends before the warmup: optimizer.warmup={cfg.optimizer.warmup}, but {key}"
-            use = f"optimizer.warmup={cfg.steps - 1} or less, or a larger {key}"
-            yield f"{line}={getattr(train, key.removeprefix('train.'))}{updates}; use {use}"
-        first, last = train.profile or (1, 1)
-        if not first <= last <= cfg.steps:
-            low, high = sorted(min(step, cfg.steps) for step in (first, last))
-            line = f"train.profile=[{first}, {last}] must be [first step, last step], at most {cfg.steps}"
-            yield f"{line}; use train.profile=[{low}, {high}]"
+        return
+    if warmup >= cfg.steps:
+        length = f"train.steps={train.steps}" if train.steps else f"train.tokens={train.tokens} ({cfg.steps} updates)"
+        given = f"the run ends before the warmup: optimizer.warmup={warmup}, but {length}"
+        yield f"{given}; use optimizer.warmup={cfg.steps - 1} or less, or a longer run"
+    first, last = train.profile or (1, 1)
+    if not first <= last <= cfg.steps:
+        low, high = sorted(min(step, cfg.steps) for step in (first, last))
+        given = f"train.profile=[{first}, {last}] must be [first step, last step], at most {cfg.steps}"
+        yield f"{given}; use train.profile=[{low}, {high}]"
 
 
 def _places_to_write(cfg: Config) -> Iterator[str]:
@@ -74,17 +71,10 @@ def _paths(cfg: Config) -> Iterator[str]:
     for key, path in paths.items():
         if path is not None and "\0" in path:
             yield f"{key}={as_yaml(path)} contains a null byte; remove it"
-        elif path is not None and not _is_encodable(path):
-            encoding = sys.getfilesystemencoding()
-            yield f"{key}={path!a} cannot be encoded as {encoding}, the encoding of file names; set PYTHONUTF8=1"
-
-
-def _is_encodable(path: str) -> bool:
-    try:
-        os.fsencode(path)
-    except UnicodeEncodeError:
-        return False
-    return True
+        try:
+            os.fsencode(path or "")
+        except UnicodeEncodeError as error:
+            yield f"{key}={path!a} cannot be encoded as {error.encoding}, as file names are; set PYTHONUTF8=1"
 
 
 def _image_model(cfg: Config) -> Iterator[str]:
@@ -102,10 +92,8 @@ def _image_model(cfg: Config) -> Iterator[str]:
         case Convnet():
             most = model.image_size.bit_length()  # each stage except the first halves the image
             if len(model.stages) > most:
-                size = model.image_size
-                stages = len(model.stages)
-                given = f"model.stages has {stages} values, but model.image_size={size} supports at most {most}"
-                yield f"{given}; use {most} or fewer"
+                given = f"model.stages has {len(model.stages)} values"
+                yield f"{given}, but model.image_size={model.image_size} supports {most}; use {most} or fewer"
 
 
 def _objective(cfg: Config) -> Iterator[str]:
@@ -134,32 +122,30 @@ def _user(cfg: Config) -> Iterator[str]:
         return
     memory = cfg.memory
     adapter = cfg.adapter
-    plain = Adapter()
-    for field in ("kind", "dropout", "lora_bias"):
-        value = getattr(adapter, field)
-        if value != getattr(plain, field) and value not in ("lora", "qlora", "patterns"):
-            yield f"adapter.{field}={as_yaml(value)} requires jaxmem's layers, the argument network; remove it"
-    if cfg.precision.compute == "fp8":
-        yield "precision.compute=fp8 requires jaxmem's layers, the argument network; use precision.compute=bfloat16"
-    if cfg.user.layers:
-        return
-    wrong = {
+    needs_network = {
+        f"adapter.kind={adapter.kind}": adapter.kind not in ("none", "lora", "qlora", "patterns"),
+        f"adapter.dropout={as_yaml(adapter.dropout)}": adapter.dropout > 0,
+        "adapter.lora_bias=true": adapter.lora_bias,
+        "precision.compute=fp8": cfg.precision.compute == "fp8",
+    }
+    for setting in (setting for setting, is_set in needs_network.items() if is_set):
+        yield f"{setting} requires jaxmem's layers, the argument network; remove it"
+    needs_layers = {
         f"memory.remat={as_yaml(memory.remat)}": memory.remat not in ("none", "auto"),
         f"memory.update={memory.update}": memory.update == "during",
         f"memory.offload={as_yaml(memory.offload)}": bool(offloaded_activations(memory.offload)),
     }
-    for setting in (setting for setting, is_set in wrong.items() if is_set):
+    for setting in (setting for setting, is_set in needs_layers.items() if is_set and not cfg.user.layers):
         yield (
             f"{setting} requires the argument layers, the name of the model's list of equal blocks; use "
             'train(cfg, model=..., layers="blocks"), see docs/how-to/from-a-script.md'
         )
 
 
-def _sizes(cfg: Config) -> Iterator[str]:
-    size = cfg.batch.global_size
-    accumulate = cfg.batch.accumulate
-    if size % accumulate:
-        yield indivisible("batch.global_size", size, "batch.accumulate", accumulate)
+def _batch(cfg: Config) -> Iterator[str]:
+    batch = cfg.batch
+    if batch.global_size % batch.accumulate:
+        yield indivisible("batch.global_size", batch.global_size, "batch.accumulate", batch.accumulate)
 
 
 def _precision(cfg: Config) -> Iterator[str]:
@@ -222,7 +208,7 @@ RULES = (
     _objective,
     _user,
     check_data,
-    _sizes,
+    _batch,
     _precision,
     check_memory,
     _mesh,

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import PurePath
 
 from jaxmem.config.adapter import LOW_RANK
-from jaxmem.config.combinations import OF_SOURCES, value_of
+from jaxmem.config.combinations import SOURCES_OF, value_of
 from jaxmem.config.mesh import head_group_counts
 from jaxmem.config.names import (
     BOUNDARY,
@@ -41,12 +41,10 @@ def check_data(cfg: Config) -> Iterator[str]:
             value = getattr(data, field)
             if value != info.default:
                 yield f"data.{field}={as_yaml(value)} has no effect with data.mixture; use data.mixture[0].{field}"
-    elif data.weight != Source().weight:
-        yield f"data.weight={data.weight:g} requires data.mixture; remove data.weight"
     if data.streaming:
         yield from _streaming(data, kinds)
-    if cfg.objective.name == "dpo" and cfg.batch.global_size // cfg.batch.accumulate % 2:
-        rows = cfg.batch.global_size // cfg.batch.accumulate
+    rows = cfg.batch.global_size // cfg.batch.accumulate
+    if cfg.objective.name == "dpo" and rows % 2:
         given = f"batch.global_size={cfg.batch.global_size} with batch.accumulate={cfg.batch.accumulate}"
         even = f"batch.global_size={(rows + 1) * cfg.batch.accumulate}"
         yield f"{given} has {rows} sequences per micro-batch; objective.name=dpo requires an even number; use {even}"
@@ -83,8 +81,8 @@ def _text(data: Data, model: Decoder, kinds: set[str]) -> Iterator[str]:
         yield f"{given}; use model.vocab={BYTE_VOCAB} or set data.tokenizer"
     for field in ("on_overlong", "on_invalid"):
         value = getattr(data, field)
-        having = OF_SOURCES[f"data.{field}"][1]
-        if not kinds & {*having} and value != getattr(Data(), field):
+        having = SOURCES_OF[field]
+        if kinds.isdisjoint(having) and value != getattr(Data(), field):
             yield required(f"data.{field}={value}", "data.source", having, data.source)
     if "chat" in kinds and data.tokenizer == "bytes" and data.chat_template is None:
         use = "set it to a Jinja file, or set data.tokenizer to the tokenizer of a chat model"
@@ -94,7 +92,7 @@ def _text(data: Data, model: Decoder, kinds: set[str]) -> Iterator[str]:
 def _source(cfg: Config, key: str, source: Source) -> Iterator[str]:
     """Errors in one source. `key`: `data`, or `data.mixture[0]`."""
     kind = source.source
-    given = f"{key}.source={source.source}"
+    given = f"{key}.source={kind}"
     is_dpo = cfg.objective.name == "dpo"
     is_text = cfg.reads_text
     if (kind == "preference") != is_dpo and is_text:
@@ -108,7 +106,7 @@ def _source(cfg: Config, key: str, source: Source) -> Iterator[str]:
         yield unsupported(given, f"{key}.path={source.path}", f"{key}.source={other}")
     for field in ("path", "field"):
         value = getattr(source, field)
-        having = OF_SOURCES[f"data.{field}"][1]
+        having = SOURCES_OF[field]
         if kind not in having and value != getattr(Source(), field):
             yield required(f"{key}.{field}={value}", f"{key}.source", having, kind)
     if (source.kind.contents == "images") == is_text:
@@ -195,21 +193,17 @@ def _update(cfg: Config) -> Iterator[str]:
     supports them: a stage updates the weights of a layer in the backward pass of the last micro-batch."""
     if cfg.memory.update != "during" or cfg.batch.accumulate == 1 or cfg.mesh.stage != 1:
         return
-    remat = cfg.memory.remat
-    accumulate = f"batch.accumulate={cfg.batch.accumulate}"
+    memory = cfg.memory
+    given = f"memory.update=during with batch.accumulate={cfg.batch.accumulate}"
     # A layer is updated after all micro-batches, so the saved activations of all of them must exist at once.
-    pairs = [
-        (is_scheduled(remat), f"memory.remat={remat}", "memory.remat=none, full, dots or {save: [names]}"),
-        (
-            offloaded_activations(cfg.memory.offload),
-            f"memory.offload={as_yaml(cfg.memory.offload)}",
-            "memory.offload=none",
-        ),
-        (cfg.objective.name == "dpo", "objective.name=dpo", "batch.accumulate=1"),
-    ]
-    for is_wrong, other, use in pairs:
-        if is_wrong:
-            yield unsupported("memory.update=during", f"{accumulate} with {other}", f"{use}, or memory.update=after")
+    if is_scheduled(memory.remat):
+        use = "memory.remat=none, full, dots or {save: [names]}, or memory.update=after"
+        yield unsupported(given, f"memory.remat={memory.remat}", use)
+    if offloaded_activations(memory.offload):
+        use = "memory.offload=none, or memory.update=after"
+        yield unsupported(given, f"memory.offload={as_yaml(memory.offload)}", use)
+    if cfg.objective.name == "dpo":
+        yield unsupported(given, "objective.name=dpo", "batch.accumulate=1, or memory.update=after")
 
 
 def check_adapter(cfg: Config) -> Iterator[str]:
@@ -223,13 +217,10 @@ def check_adapter(cfg: Config) -> Iterator[str]:
         yield 'adapter.kind=patterns requires adapter.targets; use patterns of weight names such as ["blocks[-2:].*"]'
     if adapter.kind == "patterns" and isinstance(adapter.targets, dict):
         yield unsupported(kind, "ranks in adapter.targets", "a list of patterns")
-    if adapter.kind == "prompt" and isinstance(cfg.model, Decoder) and cfg.data.packing:
-        # Only the first document of a row would attend to the prompt.
-        yield unsupported(kind, "data.packing=true", "data.packing=false")
-    layers = cfg.model.blocks if isinstance(cfg.model, Convnet) else getattr(cfg.model, "layers", adapter.layers)
+    field = "blocks" if isinstance(cfg.model, Convnet) else "layers"
+    layers = getattr(cfg.model, field, adapter.layers)
     if adapter.kind == "last_layers" and adapter.layers > layers:
-        of = "blocks of the last stage" if isinstance(cfg.model, Convnet) else "layers of the model"
-        yield f"adapter.layers={adapter.layers} exceeds the {layers} {of}; use adapter.layers={layers} or less"
+        yield f"adapter.layers={adapter.layers} exceeds model.{field}={layers}; use adapter.layers={layers} or less"
     yield from _base(cfg)
     if isinstance(cfg.model, Decoder):
         yield from _vocabulary(cfg, cfg.model)
@@ -264,12 +255,11 @@ def _base(cfg: Config) -> Iterator[str]:
 
 def _vocabulary(cfg: Config, model: Decoder) -> Iterator[str]:
     kind = f"adapter.kind={cfg.adapter.kind}"
-    adapts = {name: _is_target(cfg, name) for name in ("embedding", "head")}
-    if adapts["embedding"] and model.tie_embeddings:
+    if _is_target(cfg, "embedding") and model.tie_embeddings:
         # An adapter of the embedding would not change the output projection.
         other = "adapter.targets that match embedding, with model.tie_embeddings=true"
         yield unsupported(kind, other, "targets such as blocks.*")
-    if adapts["head"] and cfg.memory.loss_chunk != "auto":
+    if _is_target(cfg, "head") and cfg.memory.loss_chunk != "auto":
         use = "memory.loss_chunk=auto, or targets such as blocks.*"
         yield unsupported(f"memory.loss_chunk={cfg.memory.loss_chunk}", "adapter.targets that match head", use)
 

@@ -20,6 +20,7 @@ from jaxmem.config.base import (
     setting,
 )
 from jaxmem.config.names import layer_stacks
+from jaxmem.errors import UserError
 
 _ATTENTION = (
     "attention_norm", "attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_norm",
@@ -298,14 +299,10 @@ class InFamilies:
     def _read(value: object) -> Family:
         if isinstance(value, Family):
             return value
-        if not isinstance(value, Mapping):
-            raise PydanticKnownError("dict_type")
-        if "family" not in value:
-            raise PydanticKnownError("union_tag_not_found", {"discriminator": "'family'"})
-        name = value["family"]
-        if not isinstance(name, str) or name not in FAMILIES:
+        name = str(value.get("family", "decoder")) if isinstance(value, Mapping) else "decoder"
+        if name not in FAMILIES:
             expected = ", ".join(f"'{known}'" for known in FAMILIES)
-            tags = {"discriminator": "'family'", "tag": str(name), "expected_tags": expected}
+            tags = {"discriminator": "'family'", "tag": name, "expected_tags": expected}
             raise PydanticKnownError("union_tag_invalid", tags)
         return FAMILIES[name].model_validate(value)
 
@@ -318,3 +315,13 @@ def pipelined_layers(model: Family) -> int:
 Network = Decoder | Vit | Convnet | Mlp | UserModel
 Model = Annotated[Network, Field(discriminator="family"), InFamilies()]
 FAMILIES: dict[str, type[Family]] = {kind.model_fields["family"].default: kind for kind in get_args(Network)}
+
+
+def register_family(section: type[Family]) -> str:
+    """Adds a section for `model` to this process, and returns the name of the family: the default of its field
+    `family`."""
+    name = section.model_fields["family"].default
+    if not isinstance(name, str):
+        raise UserError(f"register_family: {section.__name__} must have a field `family: Literal[NAME] = NAME`")
+    FAMILIES[name] = section
+    return name

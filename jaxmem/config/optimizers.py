@@ -4,16 +4,22 @@ Each line has the function in `jaxmem.optim.rules` that scales the gradients, `m
 optimizer, a function with its name, and is imported when the optimizer is used. Imports no jax.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from jaxmem.config.base import Count, Fraction, NameIn, NotNegative, Positive, Section, Texts, setting
+from jaxmem.errors import UserError
 from jaxmem.typing import JsonDict
+
+if TYPE_CHECKING:
+    import optax
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +94,7 @@ class QGaLoreSettings(GaLoreSettings):
 @dataclass(frozen=True)
 class Entry:
     settings: type
-    implementation: str | Callable[..., Any]  # module:function in jaxmem.optim.rules, or the function
+    implementation: str | Callable[..., optax.GradientTransformation]  # module:function in jaxmem.optim.rules, or the function
     summary: str  # the method, and bytes of state per parameter
 
     @cached_property  # a search checks thousands of configs
@@ -183,3 +189,25 @@ class Optimizer(Section):
 HYPERPARAMETERS = tuple(
     name for name in Optimizer.model_fields if any(name in entry.fields for entry in OPTIMIZERS.values())
 )  # the keys of which some optimizer has a default
+
+
+def register_optimizer(
+    name: str,
+    scale: Callable[..., optax.GradientTransformation],
+    settings: type = AdamWSettings,
+    summary: str = "",
+) -> None:
+    """Adds an optimizer to this process, which `optimizer.name` can then select.
+
+    Args:
+        name: The value of `optimizer.name`.
+        scale: `scale(settings, axes=...)` returns the transformation of gradients, without weight decay and learning
+            rate. `axes`: the names of the dimensions of each weight.
+        settings: A frozen dataclass of hyperparameters with their defaults.
+        summary: One line, with the bytes of state per parameter.
+    """
+    unknown = sorted({field.name for field in dataclasses.fields(settings)} - {*HYPERPARAMETERS})
+    if unknown:
+        known = ", ".join(sorted(HYPERPARAMETERS))
+        raise UserError(f"register_optimizer: {', '.join(unknown)} is not a hyperparameter; expected one of {known}")
+    OPTIMIZERS[name] = Entry(settings, scale, summary)

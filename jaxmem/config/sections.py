@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, get_args
 
 from pydantic import Field, PrivateAttr
 
@@ -27,8 +27,8 @@ from jaxmem.config.base import (
     setting,
 )
 from jaxmem.config.mesh import Mesh, Pipeline, Rules
-from jaxmem.config.networks import Decoder, Model, Quantization, UserModel
-from jaxmem.config.optimizers import Optimizer
+from jaxmem.config.networks import Decoder, Model, Network, Quantization, UserModel
+from jaxmem.config.optimizers import OPTIMIZERS, Optimizer
 from jaxmem.config.recompute import Memory
 from jaxmem.config.user import NO_USER_OBJECTS, UserObjects
 from jaxmem.errors import UserError
@@ -289,6 +289,12 @@ class Config(Section):
         cfg = self.model_copy()
         cfg._user = user
         return cfg
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether a script registered the optimizer or the family of models."""
+        is_known = type(self.model) in get_args(Network)  # the family of a script may be a subclass
+        return callable(OPTIMIZERS[self.optimizer.name].implementation) or not is_known
 
     @property
     def reads_text(self) -> bool:

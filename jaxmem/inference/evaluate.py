@@ -15,7 +15,7 @@ import jax
 from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.checkpoint.metrics import MAX_METRIC
 from jaxmem.config import Data
-from jaxmem.config.combinations import OF_SOURCES
+from jaxmem.config.combinations import SOURCES_OF
 from jaxmem.config.methods import user_objects
 from jaxmem.config.user import ModelParts, UserData
 from jaxmem.data.corpus import BATCHES_OF_SCRIPT, Corpus, Split, source_of
@@ -112,7 +112,7 @@ def _check_has_data(run: str | Path, overrides: Sequence[str]) -> None:
 def _settings_of(data: str) -> list[str]:
     """Settings that replace the data of a run by these files. Settings that their source does not have are reset."""
     source = source_of(data)
-    unused = [key for key, (_, sources) in OF_SOURCES.items() if source not in sources]
-    reset = [f"{key}={as_yaml(getattr(Data(), key.removeprefix('data.')))}" for key in unused]
+    unused = [field for field, sources in SOURCES_OF.items() if source not in sources]
+    reset = [f"data.{field}={as_yaml(getattr(Data(), field))}" for field in unused]
     given = [f"data.source={source}", f"data.path={json.dumps(data)}"]
     return [*reset, *given, "data.mixture=[]", "data.streaming=false"]
