@@ -123,7 +123,9 @@ def fields_of(settings: JsonView) -> JsonDict:
         **family.expert_fields(settings, shape["layers"]),
         **family.latent_fields(settings, shape["heads"]),
     }
-    return fields if scheme is None else fields | {"quantization": quantization_fields(scheme, settings, fields)}
+    if scheme is None:
+        return fields
+    return {**fields, "quantization": quantization_fields(scheme, settings, Decoder.model_validate(fields))}
 
 
 def _windows(settings: JsonView, family: HfFamily, layers: int) -> JsonDict:
