@@ -42,9 +42,7 @@ class Adapter(Section):
     )
     rank: Count = setting(16, "rank of the added matrices")
     alpha: Positive = setting(16.0, "the output of an adapter is scaled by alpha / rank")
-    alpha_pattern: Alphas | None = setting(
-        None, "another alpha for some layers, {pattern: alpha}; the first match applies"
-    )
+    alpha_pattern: Alphas | None = setting(None, "alpha of some layers, {pattern: alpha}; the first match applies")
     rslora: bool = setting(False, "scale by alpha / sqrt(rank) (rsLoRA)")
     lora_bias: bool = setting(False, "add a trainable bias to the output of B")
     shared_a: bool = setting(False, "the experts of a layer share A; each has its own B")
@@ -53,30 +51,26 @@ class Adapter(Section):
         "patterns of layers (blocks[-2:].*: the last two), or {pattern: rank}, where the first match applies;"
         " with adapter.kind=patterns: patterns of weight names",
     )
-    dropout: Fraction = setting(
-        0.0, "dropout of the input of an adapter in a block; adapters of other layers have none"
-    )
+    dropout: Fraction = setting(0.0, "dropout of the inputs of adapters in blocks; adapters of other layers have none")
     base: StoredFormat | None = setting(
         None,
         "stored format of the frozen weights; null: with qlora the format of model.hf if it is quantized, else nf4;"
         " with other kinds precision.parameters",
     )
     experts: StoredFormat | None = setting(
-        None, "stored format of the frozen weights of experts, e.g. mxfp4 for gpt-oss; null: as in base"
+        None, "stored format of frozen experts, e.g. mxfp4 for gpt-oss; null: as base"
     )
     embeddings: StoredFormat | None = setting(
-        None, "stored format of frozen embeddings and output projection, e.g. bfloat16 as in peft; null: as in base"
+        None, "stored format of frozen embedding and output matrices; null: as base"
     )
     double_quant: bool = setting(True, "quantize the scales of a quantized base to 8 bits")
     hf: str | None = setting(
-        None, "a PEFT directory; sets the initial adapters, and the fields of this section that are not set"
+        None, "a PEFT directory; sets the initial adapters, and the fields of this section not set"
     )
     lora_plus_ratio: Positive = setting(1.0, "learning rate of B divided by the learning rate of A (LoRA+)")
     virtual_tokens: Count = setting(20, "trainable tokens before each sequence")
     layers: Count = setting(1, "number of last layers to train")
-    base_run: str | None = setting(
-        None, "directory of a run with the frozen weights; null: model.hf, or random weights"
-    )
+    base_run: str | None = setting(None, "a run with the frozen weights; null: model.hf, or random weights")
 
     def trainable_patterns(self, model: Family) -> tuple[str, ...]:
         """Patterns of the names of the parameters of a model that `kind` trains; empty: all."""

@@ -277,9 +277,7 @@ def _add_latent(settings: JsonDict, values: JsonView) -> None:
     """The settings of latent attention and of the router, as DeepSeek-V2 has them."""
     gating = values.get("expert_gating_func", SOFTMAX)
     if gating != SOFTMAX:
-        raise UnsupportedError(
-            f"deepseek2.expert_gating_func={gating} is not supported; expected {SOFTMAX}, softmax (DeepSeek-V2)"
-        )
+        raise UnsupportedError(f"deepseek2.expert_gating_func={gating} is not supported; expected {SOFTMAX} (softmax)")
     # Where a file has both, the lengths without `_mla` are those of llama.cpp's cache.
     key = read(values, "attention.key_length_mla", Size, values.get("attention.key_length"))
     rotated = read(values, "rope.dimension_count", Size)

@@ -86,7 +86,7 @@ def _rope_fields(settings: JsonView, family: HfFamily) -> JsonDict:
         ]
         if len(lengths) == 2 and lengths[0] != lengths[1]:
             raise UnsupportedError(
-                f"{ORIGINAL_LENGTH} is {lengths[1]} in config.json, but {lengths[0]} in rope_scaling; remove either"
+                f"{ORIGINAL_LENGTH} is {lengths[1]}, but {lengths[0]} in rope_scaling; remove either"
             )
         default = lengths[0] if lengths else settings.get("max_position_embeddings")
         rope["original_length"] = read({}, ORIGINAL_LENGTH, Size, default)

@@ -139,9 +139,7 @@ def _dataset(path: str, suffixes: Sequence[str]) -> tuple[str, str | None, list[
     hub's own tools."""
     dataset_id = DATASET_ID.fullmatch(path.removeprefix(DATASETS))
     if dataset_id is None:
-        raise UserError(
-            f"data.path={path} is not a dataset of the hub; use {DATASETS}org/name or {DATASETS}org/name/*.jsonl"
-        )
+        raise UserError(f"data.path={path} is not a dataset; use {DATASETS}org/name or {DATASETS}org/name/*.jsonl")
     inside = (dataset_id[3] or "").rstrip("/")
     is_pattern = has_magic(inside) or bool(Path(inside).suffix)
     patterns = [inside] if is_pattern else [f"{inside}/*{end}".lstrip("/") for end in suffixes or ("",)]
@@ -153,9 +151,7 @@ def _matching(path: str, repository: str, names: Iterable[str], patterns: Sequen
     every = sorted(names)
     files = tuple(name for name in every if any(fnmatch(name, pattern) for pattern in patterns))
     if not files:
-        raise UserError(
-            f"data.path={path}: the dataset has no file that matches {' or '.join(patterns)}; it has {abridge(every)}"
-        )
+        raise UserError(f"data.path={path}: no file matches {' or '.join(patterns)}; the dataset has {abridge(every)}")
     refuse_splits(path, files, f"{DATASETS}{repository}/")
     return files
 
@@ -199,9 +195,7 @@ def _explaining_errors(repository: str, revision: str | None, what: str, kind: s
         page = f"{hub.ENDPOINT}/{'' if kind == 'model' else 'datasets/'}{repository}"
         raise UserError(f"{what}: requires permission; request it at {page}, and set HF_TOKEN to your token") from None
     except errors.RevisionNotFoundError:
-        raise UserError(
-            f"{what}: the {kind} has no revision {revision}; leave out @{revision} for the newest"
-        ) from None
+        raise UserError(f"{what}: the {kind} has no revision {revision}; leave it out for the newest") from None
     except errors.RepositoryNotFoundError:
         raise UserError(
             f"{what} is neither a local path nor a {kind} on the hub; check the name, or set HF_TOKEN if it is private"

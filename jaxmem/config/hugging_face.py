@@ -90,7 +90,7 @@ def family_of(settings: JsonView) -> HfFamily:
         raise UnsupportedError(f"architecture {given} is not supported; expected one of {', '.join(HF_ARCHITECTURES)}")
     if model_type not in (None, family.model_type):  # transformers decides by model_type
         raise UnsupportedError(
-            f"model_type={model_type} does not match architectures={architectures[0]}; expected {family.model_type}"
+            f"model_type={model_type} is not that of {architectures[0]}; expected {family.model_type}"
         )
     return family
 
@@ -132,9 +132,7 @@ def _windows(settings: JsonView, family: HfFamily, layers: int) -> JsonDict:
     """The fields `window` and `layer_types`, the latter as the shortest list that is repeated."""
     types = read(settings, "layer_types", list[WINDOWS], [])
     if types and len(types) != layers:
-        raise UnsupportedError(
-            f"layer_types has {len(types)} values, but num_hidden_layers={layers}; set one value per layer"
-        )
+        raise UnsupportedError(f"layer_types has {len(types)} values; expected num_hidden_layers={layers}")
     is_asked = not family.asks_for_windows or read(settings, "use_sliding_window", bool, False)
     if family.sliding_theta is not None:
         read(settings, "sliding_window", Size)  # layers differ in their rotary positions even without a window
@@ -143,7 +141,7 @@ def _windows(settings: JsonView, family: HfFamily, layers: int) -> JsonDict:
     if family.windows == "all":
         if "full_attention" in types:
             raise UnsupportedError(
-                f"layer_types: model_type={family.model_type} with sliding_window does not support full_attention"
+                f"model_type={family.model_type} with sliding_window does not support full_attention"
             )
         types = []
     elif not types:

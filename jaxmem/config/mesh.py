@@ -14,9 +14,7 @@ class Mesh(Section):
     stage: int = setting(1, "pipeline stages, each with a part of the layers (pipeline parallelism)")
     replica: int = setting(1, "copies of the model; the batch is sharded over them (data parallelism)")
     fsdp: int = setting(1, "shards of the batch and, depending on zero, of weights, gradients and optimizer state")
-    expert: int = setting(
-        1, "shards of the experts of each layer (expert parallelism); shards the batch and other weights like fsdp"
-    )
+    expert: int = setting(1, "shards of the experts (expert parallelism), and like fsdp of the batch and other weights")
     context: int = setting(1, "shards of the sequence (context parallelism)")
     tensor: int = setting(1, "shards of each matmul (tensor parallelism)")
     context_method: Literal["auto", "ring", "ulysses"] = setting(
@@ -45,20 +43,16 @@ class Rules(Section):
 
     `logits`, `replicated` and `optimizer` change this for single kinds of weights and for the optimizer state."""
 
-    embed: ListOf[Literal["fsdp", "context"]] = setting(
-        ("fsdp", "context"), "mesh axes of the width of the residual stream"
-    )
+    embed: ListOf[Literal["fsdp", "context"]] = setting(("fsdp", "context"), "mesh axes of the residual stream's width")
     vocab: ListOf[Literal["tensor"]] = setting(("tensor",), "mesh axes of the vocabulary")
     heads: _Over = setting(("tensor",), "mesh axes of query heads")
     kv_heads: _Over = setting(("tensor",), "mesh axes of key and value heads")
     mlp: _Over = setting(("tensor",), "mesh axes of the hidden width of the MLP")
 
     logits: ListOf[Literal["fsdp"]] = setting(
-        (), "mesh axes that shard logits by vocabulary instead of by token; features are gathered, not weights"
+        (), "mesh axes that shard logits by vocabulary, not by token; gathers features"
     )
-    replicated: ListOf[WeightKind] = setting(
-        (), "kinds of weights that are stored replicated, as with zero=2, although zero=3; head: the output matrix"
-    )
+    replicated: ListOf[WeightKind] = setting((), "weights stored replicated despite zero=3; head: the output matrix")
     optimizer: ListOf[Literal["replica"]] = setting((), "additional mesh axes that shard the optimizer state")
 
     @property

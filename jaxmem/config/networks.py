@@ -49,22 +49,18 @@ class Rope(Section):
     factor: Positive = setting(1.0, "how many times longer the context becomes")
     original_length: Count = setting(8192, "llama3, yarn, longrope: context length before scaling")
     low_frequency: Positive = setting(
-        1.0, "llama3: frequencies with fewer than this many wavelengths in original_length are divided by factor"
+        1.0, "llama3: frequencies with fewer wavelengths in original_length are divided by factor"
     )
     high_frequency: Positive = setting(
-        4.0, "llama3: frequencies with more than this many wavelengths in original_length are not changed"
+        4.0, "llama3: frequencies with more wavelengths in original_length do not change"
     )
-    beta_fast: Positive = setting(
-        32.0, "yarn: frequencies with more than this many rotations in original_length are not changed"
-    )
+    beta_fast: Positive = setting(32.0, "yarn: frequencies with more rotations in original_length do not change")
     beta_slow: Positive = setting(
-        1.0, "yarn: frequencies with fewer than this many rotations in original_length are divided by factor"
+        1.0, "yarn: frequencies with fewer rotations in original_length are divided by factor"
     )
     truncate: bool = setting(True, "yarn: round the bounds of interpolated frequencies to integers")
-    short_factors: ListOf[Positive] = setting(
-        (), "longrope: divisors of the frequencies for documents of up to original_length tokens"
-    )
-    long_factors: ListOf[Positive] = setting((), "longrope: divisors of the frequencies for longer documents")
+    short_factors: ListOf[Positive] = setting((), "longrope: divisors of frequencies up to original_length tokens")
+    long_factors: ListOf[Positive] = setting((), "longrope: divisors of frequencies in longer documents")
     attention_factor: Positive | None = setting(
         None,
         "factor on cosine and sine; null: 0.1 ln(factor) + 1 (yarn), "
@@ -75,9 +71,7 @@ class Rope(Section):
         "yarn, with mscale_all_dim: the factor on cosine and sine is m(mscale) / m(mscale_all_dim), where m(s) is"
         " 0.1 * s * ln(factor) + 1",
     )
-    mscale_all_dim: Positive | None = setting(
-        None, "attention scores of model.latent are multiplied by the square of m(mscale_all_dim)"
-    )
+    mscale_all_dim: Positive | None = setting(None, "scores of model.latent are multiplied by m(mscale_all_dim)^2")
 
     def magnitude(self, mscale: float) -> float:
         """m(mscale): the factor by which YaRN sharpens the softmax."""
@@ -108,7 +102,7 @@ class Experts(Section):
     top_groups: Count = setting(1, "number of groups per token: those whose best expert is the most probable")
     every: Count = setting(1, "every n-th layer has experts: layers n - 1, 2 n - 1, ..., where the first layer is 0")
     dense_layers: ListOf[Annotated[int, Field(ge=0)]] = setting(
-        (), "numbers of further layers without experts, where the first layer is 0"
+        (), "further layers without experts; the first layer is 0"
     )
     dense_mlp: Count | None = setting(None, "hidden width of the MLP of layers without experts")
 
@@ -136,9 +130,7 @@ class Decoder(Family):
     preset: str | None = setting(  # type: ignore[assignment]
         None, "a published architecture and size, with random weights; sets the fields below that are not set"
     )
-    hf: str | None = setting(
-        None, "a Hugging Face directory, or org/name of the hub; sets the weights, and the fields that are not set"
-    )
+    hf: str | None = setting(None, "a Hugging Face directory, or org/name of the hub; sets weights and fields not set")
     vocab: Count = setting(..., "entries of the vocabulary")
     layers: Layers = setting(..., "number of layers")
     embed: Count = setting(..., "width of the residual stream")
@@ -151,30 +143,24 @@ class Decoder(Family):
     activation: Literal["silu", "gelu_tanh", "swiglu_clamped"] = setting(
         "silu", "activation of the gate; gelu_tanh: approximate GELU; swiglu_clamped: as in gpt-oss"
     )
-    norms: Literal["pre", "post", "both"] = setting(
-        "pre", "norms of each layer: before, after, or around attention and MLP"
-    )
+    norms: Literal["pre", "post", "both"] = setting("pre", "norms before, after, or around attention and MLP")
     norm_offset: bool = setting(False, "norms multiply by 1 + weight, as in Gemma")
     qk_norm: bool | Literal["all_heads"] = setting(
-        False, "normalize queries and keys, each head by itself; all_heads: all heads together"
+        False, "normalize queries and keys per head; all_heads: all heads together"
     )
     query_pre_attn_scalar: Count | None = setting(
-        None, "attention scores are divided by the square root of this value; null: of head_dim"
+        None, "scores are divided by the square root of this; null: of head_dim"
     )
-    attention_soft_cap: Positive | None = setting(
-        None, "soft cap c: attention scores s become c tanh(s / c); null: no cap"
-    )
-    logit_soft_cap: Positive | None = setting(None, "soft cap c: logits y become c tanh(y / c); null: no cap")
+    attention_soft_cap: Positive | None = setting(None, "attention scores s become c tanh(s / c); null: no cap")
+    logit_soft_cap: Positive | None = setting(None, "logits y become c tanh(y / c); null: no cap")
     scale_embeddings: bool = setting(False, "multiply embeddings by the square root of embed")
-    attention_sinks: bool = setting(
-        False, "add a trained logit per head to the softmax of attention, without a value (attention sinks)"
-    )
+    attention_sinks: bool = setting(False, "a trained logit per head in the softmax of attention, without a value")
     attention_bias: bool = setting(False, "biases of queries, keys and values")
     output_bias: bool = setting(False, "bias of the output projection of attention")
     mlp_bias: bool = setting(False, "biases of the MLP, or of experts and router")
     tie_embeddings: bool = setting(False, "use one matrix for the embedding and the output projection")
     window: Count | None = setting(
-        None, "sliding window: number of keys that a query attends to, including its own; null: all previous keys"
+        None, "sliding window: keys that a query attends to, with its own; null: all previous"
     )
     layer_types: ListOf[Literal["sliding_attention", "full_attention"]] = setting(
         (),

@@ -94,7 +94,9 @@ class QGaLoreSettings(GaLoreSettings):
 @dataclass(frozen=True)
 class Entry:
     settings: type
-    implementation: str | Callable[..., optax.GradientTransformation]  # module:function in jaxmem.optim.rules, or the function
+    implementation: (
+        str | Callable[..., optax.GradientTransformation]
+    )  # module:function in jaxmem.optim.rules, or the function
     summary: str  # the method, and bytes of state per parameter
 
     @cached_property  # a search checks thousands of configs
@@ -158,7 +160,7 @@ class Optimizer(Section):
     project_embeddings: bool | None = setting(None, "whether embedding and output matrices are projected too")
     similarity: Fraction | None = setting(None, "the interval doubles if a new basis contains this share of the old")
     residual: bool | None = setting(
-        None, "add the component of the gradient outside of the basis, scaled like the one inside (Fira)"
+        None, "add the part of the gradient outside of the basis, scaled like the inside (Fira)"
     )
     weight_decay: NotNegative | None = setting(None, "weight decay of matrices, not of norms and biases")
 

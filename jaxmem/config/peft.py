@@ -198,9 +198,7 @@ def _saved_modules(settings: JsonView, modules: Sequence[HfModule], model: Decod
         if not any(name in module.name for module in matching):
             raise UnsupportedError(f"modules_to_save: {name} is not supported{nearest(name, SUFFIXES)}")
     if model.tie_embeddings and any(module.path == "embedding" for module in matching):
-        raise UnsupportedError(
-            "modules_to_save: an embedding is not supported if tie_word_embeddings is true; remove it"
-        )
+        raise UnsupportedError("modules_to_save: an embedding is not supported with tie_word_embeddings; remove it")
     return matching
 
 

@@ -106,7 +106,7 @@ class Memory(Section):
         "what saved activations are stored in: the compute dtype, or FP8 (e4m3) with a scale per block of 128",
     )
     update: Literal["after", "during"] = setting(
-        "after", "when weights are updated: after the backward pass, or layer by layer during it"
+        "after", "update weights after the backward pass, or each layer during it"
     )
     attention: Literal["auto", "blockwise", "cudnn", "triton", "reference"] = setting(
         "auto", "attention kernel; auto: cuDNN where it supports the run, else a kernel of jaxmem, else plain JAX"
@@ -115,13 +115,11 @@ class Memory(Section):
         "auto", "matmuls of experts: all at once (triton), or one block of tokens after the other, in less memory"
     )
     budget: Positive | None = setting(
-        None, "memory limit in GiB per device; null: memory of the device minus the reserve"
+        None, "memory limit in GiB per device; null: the device's memory minus the reserve"
     )
     loss_chunk: Literal["auto"] | Count = setting("auto", "vocabulary entries per slice of the logits")
     mlp_chunk: Literal["auto"] | Count = setting("auto", "tokens of a sequence per chunk of norms, projections and MLP")
-    head_groups: Literal["auto"] | Count = setting(
-        "auto", "number of groups of heads; attention is computed for one group at a time"
-    )
+    head_groups: Literal["auto"] | Count = setting("auto", "groups of heads; attention is computed for one at a time")
 
 
 def policy_of(remat: object) -> Policy | None:

@@ -87,7 +87,7 @@ class Source(Section):
 
     source: SourceName = setting("stdlib", "kind of data; stdlib is the source text of Python's standard library")
     path: str | None = setting(
-        None, "a file, a directory, a glob, or a dataset of the hub: org/name, hf://datasets/org/name/data/*.parquet"
+        None, "file, directory, glob, or dataset of the hub: org/name, hf://datasets/org/name/*.parquet"
     )
     field: str = setting("text", "key or column that contains the document")
     weight: Positive = setting(1.0, "share of this source in the documents of data.mixture")
@@ -103,11 +103,9 @@ class Data(Source):
     mixture: ListOf[Source] = setting((), "several sources instead of data.source")
     sequence_length: Length = setting(1024, "tokens per sequence")
     packing: bool = setting(
-        True, "true: several documents per sequence, each attends only to itself; false: one per sequence, padded"
+        True, "true: several documents per sequence, attending only to themselves; false: one, padded"
     )
-    documents_per_row: Count = setting(
-        31, "largest number of documents per packed sequence; fused attention needs more memory if this is larger"
-    )
+    documents_per_row: Count = setting(31, "most documents per packed sequence; fused attention needs memory for each")
     tokenizer: str = setting("bytes", "bytes, the path of a tokenizer.json or its directory, or org/name of the hub")
     epochs: Count | None = setting(
         None,
@@ -118,14 +116,10 @@ class Data(Source):
         False,
         "read the files one after the other while the run trains; files of the hub are fetched when needed",
     )
-    chat_template: str | None = setting(
-        None, "a Jinja file or a tokenizer_config.json; null: the template of the tokenizer"
-    )
+    chat_template: str | None = setting(None, "a Jinja file or a tokenizer_config.json; null: the tokenizer's template")
     on_overlong: Literal["cut", "drop"] = setting("cut", "what to do with a record longer than sequence_length")
     on_invalid: Literal["stop", "skip"] = setting("stop", "what to do with an invalid record")
-    reference_logprobs: str | None = setting(
-        None, "file with the log-probabilities of the reference model; null: next to the data"
-    )
+    reference_logprobs: str | None = setting(None, "log-probabilities of the reference model; null: next to the data")
     held_out: Fraction = setting(
         0.02,
         "share of the records for evaluation; a long text (above 16 KiB) is several records, and some of them may be"
@@ -177,7 +171,7 @@ class Precision(Section):
         "stored next to bfloat16 weights: a float32 copy, its lower 16 bits (remainder16), or 8 of these (remainder8)",
     )
     rounding: Literal["auto", "nearest", "stochastic"] = setting(
-        "auto", "rounding of updated weights; auto: stochastic if they are quantized"
+        "auto", "rounding of updated weights; auto: stochastic if quantized"
     )
     loss_scale: Literal["none", "dynamic"] | Positive = setting(
         "none", "loss scaling against underflow of gradients: dynamic, or a constant factor"
@@ -208,9 +202,7 @@ class Train(Section):
     on_nan: Literal["stop", "skip"] = setting("stop", "on a NaN or infinite loss or gradient: stop, or skip the update")
     max_skipped: Count = setting(10, "largest number of consecutive skipped updates before the run stops")
     deterministic: bool = setting(False, "on GPUs: bitwise reproducible results; may be slower")
-    profile: Annotated[tuple[Count, Count], Field(strict=False)] | None = setting(
-        None, "[first, last]: steps to profile"
-    )
+    profile: Annotated[tuple[Count, Count], Field(strict=False)] | None = setting(None, "steps to profile: first, last")
     trackers: ListOf[Literal["tensorboard", "wandb"]] = setting((), "services that also receive the metrics")
 
 
@@ -218,7 +210,7 @@ class Checkpoint(Section):
     """Where, when and how many checkpoints are saved."""
 
     path: str | None = setting(
-        None, "directory or bucket (gs://, s3://); checkpoints are saved in PATH/NAME; null: the directory of the run"
+        None, "directory or bucket (gs://, s3://); saves in PATH/NAME; null: the run's directory"
     )
     every: Count | None = setting(None, "updates between two checkpoints; the last update is always saved")
     keep: Count = setting(3, "number of checkpoints to keep")
@@ -241,23 +233,17 @@ class Generate(Section):
 class Cluster(Section):
     """Several processes, on one host or many."""
 
-    heartbeat_timeout: Annotated[int, Field(ge=2)] = setting(
-        20, "seconds without a heartbeat after which a process counts as lost"
-    )
+    heartbeat_timeout: Annotated[int, Field(ge=2)] = setting(20, "seconds without a heartbeat until a process is lost")
     start_timeout: Count = setting(300, "seconds to wait for all processes")
     preflight: bool = setting(True, "measure compute and communication before training")
-    elastic: bool = setting(
-        False, "with too few devices for the mesh: reduce mesh.replica or mesh.fsdp, increase batch.accumulate"
-    )
+    elastic: bool = setting(False, "with too few devices: less mesh.replica or mesh.fsdp, more batch.accumulate")
 
 
 class Config(Section):
     """The config of a run: its sections, and values that are derived from several sections."""
 
     name: str = setting(..., "name of the run's directory in output")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = setting(
-        0, "seed of initial weights, data order, dropout and rounding"
-    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = setting(0, "seed of weights, data order, dropout and rounding")
     output: str = setting("runs", "directory of all runs")
     objective: Objective = Objective()
     model: Model
