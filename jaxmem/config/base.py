@@ -82,9 +82,9 @@ class NameIn:
         return {"enum": list(self.table), "type": "string"}
 
     def _check(self, value: object) -> str:
-        if not isinstance(value, str) or value not in self.table:
+        if str(value) not in self.table:
             raise PydanticKnownError("literal_error", {"expected": ", ".join(f"'{name}'" for name in self.table)})
-        return value
+        return str(value)
 
 
 def must_be(errors: Iterable[ErrorDetails]) -> str:

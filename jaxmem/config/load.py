@@ -41,6 +41,10 @@ SCALARS = {
 }
 
 
+def _error(problem: str, place: yaml.Event | yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
+
+
 class YamlLoader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}  # noqa: RUF012, filled below
     depth = 0
@@ -48,15 +52,11 @@ class YamlLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()
         if event.anchor is not None:
-            raise yaml.MarkedYAMLError(
-                problem="anchors and aliases are not supported; write the value out", problem_mark=event.start_mark
-            )
+            raise _error("anchors and aliases are not supported; write the value out", event)
         if getattr(event, "tag", None) is not None:
-            raise yaml.MarkedYAMLError(
-                problem=f"tag {event.tag} is not supported; remove it", problem_mark=event.start_mark
-            )
+            raise _error(f"tag {event.tag} is not supported; remove it", event)
         if self.depth == MAX_DEPTH:
-            raise yaml.MarkedYAMLError(problem=f"nested deeper than {MAX_DEPTH}", problem_mark=event.start_mark)
+            raise _error(f"nested deeper than {MAX_DEPTH}", event)
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -71,9 +71,9 @@ class YamlLoader(yaml.SafeLoader):
         seen = set()
         for key, _ in node.value:
             if not isinstance(self.construct_object(key, deep=True), str):
-                raise yaml.MarkedYAMLError(problem="a key must be text; put it in quotes", problem_mark=key.start_mark)
+                raise _error("a key must be text; put it in quotes", key)
             if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"{key.value} is set twice; remove one", problem_mark=key.start_mark)
+                raise _error(f"{key.value} is set twice; remove one", key)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 

@@ -18,7 +18,7 @@ from jaxmem.config.load import config_of, load_config, read_config
 from jaxmem.config.optimizers import HYPERPARAMETERS, Optimizer
 from jaxmem.config.presets import preset_of, refuse_preset
 from jaxmem.config.sections import Config
-from jaxmem.config.user import Parts, UserBatches, UserObjects, check_parts
+from jaxmem.config.user import Parts, user_objects
 from jaxmem.errors import UserError, nearest
 from jaxmem.typing import JsonDict, JsonView
 
@@ -236,22 +236,3 @@ def without_replaced(method: str, words: Sequence[str]) -> list[str]:
     if "adapter" not in settings:
         keys |= {f"adapter.{key}" for key in Adapter.model_fields}
     return [word for word in words if word.partition("=")[0] not in keys]
-
-
-def user_objects(parts: Parts) -> UserObjects:
-    """The parts as the attribute `user` of a config."""
-    check_parts(parts)
-    for first, second in (("model", "network"), ("loss", "loss_with_keys")):
-        if parts.get(first) is not None and parts.get(second) is not None:
-            raise UserError(f"the arguments {first} and {second} exclude each other; pass one of them")
-    if parts.get("axes") is not None and parts.get("model") is None:
-        raise UserError("the argument axes requires the argument model; remove axes, or pass model")
-    layers = parts.get("layers") or ()
-    if layers and parts.get("model") is None:
-        raise UserError("the argument layers requires the argument model, a Flax model; remove layers, or pass model")
-    if parts.get("held_out") is not None and parts.get("data") is None:
-        raise UserError("the argument held_out requires the argument data; remove held_out, or pass data")
-    given: JsonDict = {name: part for name, part in parts.items() if part is not None}
-    given |= {name: UserBatches(given[name], name) for name in ("data", "held_out") if name in given}
-    given["layers"] = (layers,) if isinstance(layers, str) else tuple(layers)
-    return UserObjects(**given)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, PrivateAttr
 
@@ -17,6 +17,7 @@ from jaxmem.config.base import (
     Fraction,
     Length,
     ListOf,
+    NameIn,
     NotNegative,
     Positive,
     Scaling,
@@ -61,11 +62,6 @@ SOURCES = {
     "tokens": SourceKind("cache:TokenCache", "tokens"),
 }
 
-if TYPE_CHECKING:
-    SourceName: TypeAlias = str
-else:
-    SourceName = Literal[tuple(SOURCES)]
-
 
 class Objective(Section):
     """The loss. `objective: classify` is short for `objective: {name: classify}`."""
@@ -85,7 +81,9 @@ class Objective(Section):
 class Source(Section):
     """One source of documents."""
 
-    source: SourceName = setting("stdlib", "kind of data; stdlib is the source text of Python's standard library")
+    source: Annotated[str, NameIn(SOURCES)] = setting(
+        "stdlib", "kind of data; stdlib is the source text of Python's standard library"
+    )
     path: str | None = setting(
         None, "file, directory, glob, or dataset of the hub: org/name, hf://datasets/org/name/*.parquet"
     )

@@ -16,8 +16,7 @@ from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.checkpoint.metrics import MAX_METRIC
 from jaxmem.config import Data
 from jaxmem.config.combinations import SOURCES_OF
-from jaxmem.config.methods import user_objects
-from jaxmem.config.user import ModelParts, UserData
+from jaxmem.config.user import ModelParts, UserData, user_objects
 from jaxmem.data.corpus import BATCHES_OF_SCRIPT, Corpus, Split, source_of
 from jaxmem.data.user import open_loader
 from jaxmem.distributed.agree import any_process, gather, serialized
