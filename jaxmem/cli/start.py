@@ -37,7 +37,7 @@ def fit_command(
     return shlex.join(["jaxmem", "fit", *command_line(source, settings), *words])
 
 
-def load(config: Path, overrides: list[str] | None, simulate: int | None, *, only_compile: bool = False) -> Config:
+def load(config: Path, overrides: list[str] | None, simulate: int | None) -> Config:
     """The config of a file or of a run's directory, which is checked before jax is imported. Also chooses its
     devices."""
     from jaxmem.config.hub import is_gguf
@@ -63,7 +63,7 @@ def load(config: Path, overrides: list[str] | None, simulate: int | None, *, onl
                 f"{place} was renamed from {before}, the name of its checkpoints in {cfg.checkpoint.path}; name it"
                 f" {before} again"
             )
-    take_devices(simulate, only_compile=only_compile)
+    take_devices(simulate)
     return cfg
 
 

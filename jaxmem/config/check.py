@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from jaxmem.config.check_decoder import check_decoder, indivisible
 from jaxmem.config.check_sections import check_adapter, check_data, check_memory, check_some_layers
 from jaxmem.config.combinations import check_combinations
-from jaxmem.config.mesh import MESH_AXES, Rules, WeightKind, unsupported_by_ring
+from jaxmem.config.mesh import Rules, WeightKind, unsupported_by_ring
 from jaxmem.config.names import offloaded_activations
 from jaxmem.config.networks import Convnet, Decoder, Family, ImageInput, Mlp, UserModel, Vit
 from jaxmem.config.sections import Config
@@ -159,15 +159,14 @@ def _precision(cfg: Config) -> Iterator[str]:
 
 
 def _mesh(cfg: Config) -> Iterator[str]:
-    axes = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES}
-    for axis, size in axes.items():
+    for axis, size in cfg.mesh.sizes.items():
         if size < 1 and size != -1:
             yield f"mesh.{axis}={size} must be at least 1; use mesh.{axis}=1, or -1 for all remaining devices"
     is_ring = cfg.mesh.context != 1 and cfg.mesh.context_method == "ring"
     if is_ring and isinstance(cfg.model, Decoder) and (what := unsupported_by_ring(cfg.model, cfg.mesh)):
         use = "mesh.context_method=ulysses" + " or mesh.stage=1" * (cfg.mesh.stage != 1)
         yield unsupported("mesh.context_method=ring", what, use)
-    unset = [f"mesh.{axis}=-1" for axis, size in axes.items() if size == -1]
+    unset = [f"mesh.{axis}=-1" for axis, size in cfg.mesh.sizes.items() if size == -1]
     if len(unset) > 1:
         yield f"{' and '.join(unset)} are both set; use -1 for one axis only"
 

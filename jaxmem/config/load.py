@@ -185,10 +185,8 @@ def _read(path: Path) -> JsonDict:
         if not path.parent.is_dir():
             raise UserError(f"{path}: the directory {path.parent} does not exist; check the path")
         others = [str(file) for file in path.parent.iterdir() if file.suffix in (".yaml", ".yml")]
-        raise UserError(
-            f"{path}: no such file"
-            + (nearest(path, others) if others else "; use a YAML file such as configs/demo.yaml")
-        )
+        hint = nearest(path, others) if others else "; use a YAML file such as configs/demo.yaml"
+        raise UserError(f"{path}: no such file{hint}")
     try:
         with path.open("rb") as file:
             text = file.read(MAX_BYTES + 1).decode()
@@ -198,10 +196,9 @@ def _read(path: Path) -> JsonDict:
     if path.suffix == ".toml":
         raise UserError(f"{path}: a config is a YAML file, not TOML; write `key: value` lines, see configs/demo.yaml")
     raw = _parse(text, str(path))
-    if raw is None:
-        raise UserError(f"{path} is empty; write `key: value` lines, see configs/demo.yaml")
     if not isinstance(raw, dict):
-        raise UserError(f"{path}: must contain `key: value` lines, not {as_yaml(raw)[:60]}")
+        given = "is empty" if raw is None else f"contains {as_yaml(raw)[:60]}"
+        raise UserError(f"{path} {given}; write `key: value` lines, see configs/demo.yaml")
     return raw
 
 

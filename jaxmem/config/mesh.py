@@ -1,6 +1,7 @@
 """The sections of parallelism: the device mesh, what is sharded over its axes, and the pipeline schedule."""
 
 import math
+from collections.abc import Iterable
 from typing import Literal
 
 from jaxmem.config.base import Count, ListOf, Section, setting
@@ -23,9 +24,21 @@ class Mesh(Section):
     )
 
     @property
+    def sizes(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in MESH_AXES}
+
+    def count(self, axes: Iterable[str]) -> int:
+        """The number of devices along these axes."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    def shown(self, axes: Iterable[str]) -> str:
+        """The settings of these axes, for errors."""
+        return " x ".join(f"mesh.{axis}={getattr(self, axis)}" for axis in axes)
+
+    @property
     def row_shards(self) -> int:
         """The number of groups of devices that the rows of a batch are divided among."""
-        return math.prod(getattr(self, axis) for axis in BATCH_AXES)
+        return self.count(BATCH_AXES)
 
 
 MESH_AXES = tuple(name for name in Mesh.model_fields if name != "context_method")

@@ -85,7 +85,7 @@ class Source(Section):
         "stdlib", "kind of data; stdlib is the source text of Python's standard library"
     )
     path: str | None = setting(
-        None, "file, directory, glob, or dataset of the hub: org/name, hf://datasets/org/name/*.parquet"
+        None, "a file, a directory, a glob, or a dataset of the hub: org/name, hf://datasets/org/name/data/*.parquet"
     )
     field: str = setting("text", "key or column that contains the document")
     weight: Positive = setting(1.0, "share of this source in the documents of data.mixture")
@@ -333,14 +333,14 @@ class Config(Section):
     @property
     def expert_precision(self) -> Precision:
         """`precision` with the stored format of frozen experts."""
-        form = self.adapter.experts
-        return self.base_precision if form is None else self.precision.replace(parameters=form)
+        stored = self.adapter.experts
+        return self.base_precision if stored is None else self.precision.replace(parameters=stored)
 
     @property
     def embedding_precision(self) -> Precision:
         """`precision` with the stored format of frozen embeddings and output projection."""
-        form = self.adapter.embeddings
-        return self.base_precision if form is None else self.precision.replace(parameters=form)
+        stored = self.adapter.embeddings
+        return self.base_precision if stored is None else self.precision.replace(parameters=stored)
 
     @property
     def needs_global_norm_first(self) -> bool:

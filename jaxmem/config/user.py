@@ -175,11 +175,11 @@ _REQUIRES = {"axes": "model", "layers": "model", "held_out": "data"}
 
 
 def user_objects(parts: Mapping[str, object]) -> UserObjects:
-    """The parts as the attribute `user` of a config. Refuses unknown parts, and those that `Parts` does not describe."""
-    given: JsonDict = {name: part for name, part in parts.items() if part is not None}
+    """The parts as the attribute `user` of a config. Parts that `Parts` does not describe are refused."""
     for name in parts:
         if name not in Parts.__annotations__:
             raise UserError(f"unknown argument {name}{nearest(name, Parts.__annotations__)}")
+    given: JsonDict = {name: part for name, part in parts.items() if part is not None}
     for name, part in given.items():
         if name in _KINDS:
             is_valid, expected = _KINDS[name]
