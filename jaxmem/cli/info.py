@@ -12,9 +12,7 @@ from jaxmem.machine.terminal import say
 
 def report(
     run: Run,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="HTML file to write. [default: RUN/report.html]")
-    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="HTML file. [default: RUN/report.html]")] = None,
     png: Png = None,
 ) -> None:
     """Write an HTML page about a run: plan, memory, loss curves."""

@@ -35,9 +35,7 @@ ConfigOutput = Annotated[
     ),
 ]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, e.g. runs/demo.")]
-Model = Annotated[
-    Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="The directory of a run, or a Hugging Face model.")
-]
+Model = Annotated[Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="The directory of a run or a Hugging Face model.")]
 Target = Annotated[
     str | None,
     typer.Option(
@@ -46,9 +44,7 @@ Target = Annotated[
     ),
 ]
 Simulate = Annotated[int | None, typer.Option(metavar="N", min=1, help="Use N simulated CPU devices.")]
-Reserve = Annotated[
-    float | None, typer.Option(metavar="GIB", min=0.0, help="GiB of each GPU to keep free for CUDA and NCCL.")
-]
+Reserve = Annotated[float | None, typer.Option(metavar="GIB", min=0.0, help="GiB of each GPU kept for CUDA and NCCL.")]
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page of the memory over a step.")]
 Png = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a figure of the memory over a step.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -59,6 +55,6 @@ Temperature = Annotated[float, typer.Option(metavar="X", min=0.0, help="Sampling
 TopK = Annotated[int | None, typer.Option(metavar="K", min=1, help="Sample from the K most likely tokens.")]
 TopP = Annotated[float, typer.Option(metavar="P", help="Sample from the most likely tokens with total probability P.")]
 StopTexts = Annotated[
-    list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop generating before TEXT; may be repeated.")
+    list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop before TEXT; may be repeated.")
 ]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Random seed of the sampling.")]

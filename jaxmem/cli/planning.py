@@ -96,13 +96,11 @@ def fit(
         ),
     ] = None,
     maximize: Annotated[
-        str | None, typer.Option(metavar="KEY", help="Find the largest value of KEY that fits, e.g. model.layers.")
+        str | None, typer.Option(metavar="KEY", help="Find the largest KEY that fits, e.g. model.layers.")
     ] = None,
     write: options.ConfigOutput = None,
     reserve: options.Reserve = None,
-    compiles: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Compile at most N configs; by default 12.")
-    ] = None,
+    compiles: Annotated[int | None, typer.Option(metavar="N", min=1, help="Compile at most N configs (12).")] = None,
     as_json: options.Json = False,
 ) -> None:
     """Find the fastest settings that fit in memory.

@@ -57,16 +57,10 @@ class Adapter(Section):
         "stored format of the frozen weights; null: with qlora the format of model.hf if it is quantized, else nf4;"
         " with other kinds precision.parameters",
     )
-    experts: StoredFormat | None = setting(
-        None, "stored format of frozen experts, e.g. mxfp4 for gpt-oss; null: as base"
-    )
-    embeddings: StoredFormat | None = setting(
-        None, "stored format of frozen embedding and output matrices; null: as base"
-    )
+    experts: StoredFormat | None = setting(None, "stored format of frozen experts, e.g. mxfp4; null: as base")
+    embeddings: StoredFormat | None = setting(None, "stored format of frozen embedding and output; null: as base")
     double_quant: bool = setting(True, "quantize the scales of a quantized base to 8 bits")
-    hf: str | None = setting(
-        None, "a PEFT directory; sets the initial adapters, and the fields of this section not set"
-    )
+    hf: str | None = setting(None, "a PEFT directory; sets the initial adapters and the fields of adapter not set")
     lora_plus_ratio: Positive = setting(1.0, "learning rate of B divided by the learning rate of A (LoRA+)")
     virtual_tokens: Count = setting(20, "trainable tokens before each sequence")
     layers: Count = setting(1, "number of last layers to train")
@@ -100,12 +94,11 @@ class LowRank(NamedTuple):
 def low_rank_layers(settings: Adapter, name: str, layers: int | None, total: int = 0) -> tuple[LowRank | None, ...]:
     """The adapter of each layer of a stack, or of a single layer (`layers`=None); None for a layer without adapter.
     `total`: the layers of the model, if `name` contains the layers of a stack."""
-
     alphas = settings.alpha_pattern or {}
     name, stack = split_stack(name)
     total_layers = layers if stack is None else total
 
-    def of(layer: int) -> LowRank | None:
+    def adapter_of(layer: int) -> LowRank | None:
         pattern = _first(settings.targets, name, layer, total_layers)
         if pattern is None:
             return None
@@ -114,7 +107,7 @@ def low_rank_layers(settings: Adapter, name: str, layers: int | None, total: int
         alpha = settings.alpha if matched is None else alphas[matched]
         return LowRank(rank, alpha, alpha / (math.sqrt(rank) if settings.rslora else rank))
 
-    return tuple(map(of, range(layers or 1) if stack is None else stack))
+    return tuple(map(adapter_of, range(layers or 1) if stack is None else stack))
 
 
 def is_match(pattern: str, name: str, layer: int, layers: int | None) -> bool:
@@ -123,8 +116,9 @@ def is_match(pattern: str, name: str, layer: int, layers: int | None) -> bool:
     >>> is_match("blocks[-1:].*.q", "blocks.attention.q", 3, 4), is_match("head", "head", 0, None)
     (True, True)
     """
-    plain, some = split_layers(pattern)
-    return fnmatchcase(name, plain) and (some is None or (layers is not None and layer in range(layers)[some]))
+    names, selected = split_layers(pattern)
+    is_selected = selected is None or (layers is not None and layer in range(layers)[selected])
+    return is_selected and fnmatchcase(name, names)
 
 
 def _first(patterns: Iterable[str], name: str, layer: int, layers: int | None) -> str | None:

@@ -145,7 +145,7 @@ def _names(cfg: Config) -> Iterator[str]:
 
 def _offload(cfg: Config) -> Iterator[str]:
     memory = cfg.memory
-    remat = f"memory.remat={cfg.memory.remat}"
+    remat = f"memory.remat={memory.remat}"
     offload = f"memory.offload={as_yaml(memory.offload)}"
     away = offloaded_activations(memory.offload)
     if away:
@@ -159,28 +159,24 @@ def _offload(cfg: Config) -> Iterator[str]:
         yield f"{offload} has no effect: sgd with optimizer.momentum=0 has no state; use memory.offload=none"
     if is_offloaded(memory.offload, "frozen") and not cfg.trainable_patterns:
         yield f"{offload} has no effect: all parameters are trainable; use memory.offload=none or optimizer"
-    named = [name for name in away if name != BOUNDARY]
-    if named and is_scheduled(memory.remat):
+    if set(away) - {BOUNDARY} and is_scheduled(memory.remat):
         yield unsupported(offload, remat, "memory.remat=full")
-    for key, hidden in CHUNKED:
-        chunk = getattr(memory, key)
-        if chunk not in ("auto", 1) and set(named) & set(hidden):
-            yield unsupported(offload, f"memory.{key}={chunk}", f"memory.{key}=auto")
 
 
 def _chunks(cfg: Config) -> Iterator[str]:
-    """Conflicts of chunks with `memory.remat.save`: a saved activation would have to exist completely."""
+    """Conflicts of chunks with activations that are saved or offloaded, which would have to exist completely."""
     model = cfg.model
     memory = cfg.memory
-    if not isinstance(model, Decoder | Vit):
-        return
+    stored = {name: f"memory.offload={as_yaml(memory.offload)}" for name in offloaded_activations(memory.offload)}
+    if isinstance(memory.remat, Save):
+        stored |= {name: f"memory.remat.save={name}" for name in memory.remat.save}
     for key, hidden in CHUNKED:
         chunk = getattr(memory, key)
-        remat = memory.remat
-        if isinstance(remat, Save) and chunk != "auto" and (key == "mlp_chunk" or chunk != 1):
-            for name in (name for name in remat.save if name in hidden):
-                yield unsupported(f"memory.{key}={chunk}", f"memory.remat.save={name}", f"memory.{key}=auto")
-    if isinstance(memory.head_groups, int):
+        if chunk == "auto" or (key == "head_groups" and chunk == 1):
+            continue
+        for setting in dict.fromkeys(setting for name, setting in stored.items() if name in hidden):
+            yield unsupported(f"memory.{key}={chunk}", setting, f"memory.{key}=auto")
+    if isinstance(memory.head_groups, int) and isinstance(model, Decoder | Vit):
         known = head_group_counts(model.heads, model.kv_heads if isinstance(model, Decoder) else model.heads)
         if memory.head_groups not in known:
             near = nearest_numbers(memory.head_groups, known)
@@ -189,8 +185,8 @@ def _chunks(cfg: Config) -> Iterator[str]:
 
 
 def _update(cfg: Config) -> Iterator[str]:
-    """Settings that `memory.update=during` does not support if there are several micro-batches. With pipeline stages it
-    supports them: a stage updates the weights of a layer in the backward pass of the last micro-batch."""
+    """What `memory.update=during` does not support with several micro-batches, except with pipeline stages: a stage
+    updates the weights of a layer in the backward pass of the last micro-batch."""
     if cfg.memory.update != "during" or cfg.batch.accumulate == 1 or cfg.mesh.stage != 1:
         return
     memory = cfg.memory

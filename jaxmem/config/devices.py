@@ -161,9 +161,7 @@ def _head_groups(cfg: Config) -> Iterator[str]:
     over += [f"mesh.context={context}"] if context > 1 else []
     if heads % (tensor * context) and context > 1:
         near = nearest_numbers(context, (n for n in divisors(heads) if heads % (n * tensor) == 0))
-        needed = (
-            f"model.heads={heads} is not divisible by {' x '.join(over)}, which mesh.context_method=ulysses requires"
-        )
+        needed = f"model.heads={heads} is not divisible by {' x '.join(over)}, as mesh.context_method=ulysses requires"
         ring = f" (ring does not support {not_ring})" if not_ring else ""
         yield f"{needed}{ring}; use mesh.context={near}{'' if not_ring else ', or mesh.context_method=ring'}"
     elif groups != "auto" and groups > 1:
@@ -171,10 +169,8 @@ def _head_groups(cfg: Config) -> Iterator[str]:
         if groups not in known:
             near = nearest_numbers(groups, known or [1])
             of = " x ".join([f"memory.head_groups={groups}", *over])
-            yield (
-                f"{heads} heads with {kv_heads} KV heads cannot be split into equal groups by {of}; "
-                f"use memory.head_groups={near}"
-            )
+            given = f"{heads} heads with {kv_heads} KV heads cannot be split into equal groups by {of}"
+            yield f"{given}; use memory.head_groups={near}"
 
 
 def _changed_rules(cfg: Config) -> Iterator[str]:

@@ -106,9 +106,7 @@ def _check_tokens(tokens: Sequence[str], types: Sequence[int], size: int) -> Non
             f"token_embd.weight has {size:,} rows"
         )
     if long := [number for number, token in enumerate(tokens) if not 0 < len(token) <= MAX_TOKEN_LENGTH]:
-        raise UnsupportedError(
-            f"token {long[0]} has {len(tokens[long[0]]):,} characters; expected 1 to {MAX_TOKEN_LENGTH}"
-        )
+        raise UnsupportedError(f"token {long[0]} has {len(tokens[long[0]]):,} characters, not 1 to {MAX_TOKEN_LENGTH}")
     if len(set(tokens)) != len(tokens):
         numbers: dict[str, int] = {}
         second = next(number for number, token in enumerate(tokens) if numbers.setdefault(token, number) != number)
@@ -118,8 +116,9 @@ def _check_tokens(tokens: Sequence[str], types: Sequence[int], size: int) -> Non
 def _byte_level(metadata: JsonView, vocabulary: Mapping[str, int], _: Sequence[int]) -> JsonDict:
     name = metadata.get("tokenizer.ggml.pre", "gpt-2")
     if name not in PRE_TOKENIZERS:
+        expected = ", ".join(PRE_TOKENIZERS)
         raise UnsupportedError(
-            f"tokenizer.ggml.pre={json.dumps(name)[:60]} is not supported; expected one of {', '.join(PRE_TOKENIZERS)}"
+            f"tokenizer.ggml.pre={json.dumps(name)[:60]} is not supported; expected one of {expected}"
         )
     merges = [merge.split(" ") for merge in _list_of(metadata, "merges", str, default=[])]
     if wrong := [merge for merge in merges if len(merge) != 2 or "".join(merge) not in vocabulary]:
@@ -131,9 +130,8 @@ def _byte_level(metadata: JsonView, vocabulary: Mapping[str, int], _: Sequence[i
         before = [{"type": "Digits", "individual_digits": True}]
     elif split is not None:
         regexes = (split,) if isinstance(split, str) else split
-        before = [
-            {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False} for regex in regexes
-        ]
+        isolated = {"type": "Split", "behavior": "Isolated", "invert": False}
+        before = [{**isolated, "pattern": {"Regex": regex}} for regex in regexes]
         bytes_of["use_regex"] = False
     return {
         "normalizer": {"type": "NFC"} if name in UNICODE_NORMALIZED else None,

@@ -186,6 +186,7 @@ def text_name(name: str) -> str | None:
 
 
 _ASKED_WINDOWS: Any = {"windows": "after", "asks_for_windows": True}
+_MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
 _GEMMA = {"activation": "gelu_tanh", "norms": "both", "norm_offset": True, "scale_embeddings": True}
 _GEMMA_KEYS = {"query_pre_attn_scalar": "query_pre_attn_scalar", "logit_soft_cap": "final_logit_softcapping"}
@@ -219,9 +220,7 @@ _DEEPSEEK_DEFAULTS = {
 
 HF_ARCHITECTURES = {
     "LlamaForCausalLM": HfFamily("llama", mlp_bias=True),
-    "MistralForCausalLM": HfFamily(
-        "mistral", {"num_key_value_heads": 8, "sliding_window": 4096}, biased=False, windows="all"
-    ),
+    "MistralForCausalLM": HfFamily("mistral", _MISTRAL_DEFAULTS, biased=False, windows="all"),
     "Qwen2ForCausalLM": HfFamily("qwen2", _QWEN, biased=True, biased_output=False, **_ASKED_WINDOWS),
     "Qwen3ForCausalLM": HfFamily("qwen3", {**_QWEN, "head_dim": 128}, {"qk_norm": True}, **_ASKED_WINDOWS),
     "Gemma2ForCausalLM": HfFamily(

@@ -122,8 +122,7 @@ class HfModule(NamedTuple):
 
 
 def names_of(model: Decoder, *, has_experts: bool) -> dict[str, str]:
-    """The names of the modules of a family in layers with or without experts, with {} for the layer and, in modules of
-    experts, for the expert."""
+    """The names of the modules in layers with or without experts, with {} for the layer, and for the expert."""
     return names_with(
         experts=has_experts and model.experts is not None,
         shared=model.experts is not None and model.experts.shared is not None,

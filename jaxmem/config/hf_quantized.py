@@ -38,19 +38,15 @@ class HfScheme:
 
 def scheme_of(settings: JsonView) -> HfScheme | None:
     """The scheme of the model that a config.json describes; None: its weights are not quantized."""
-    section = next(
-        (candidate for candidate in (settings, text_settings(settings)) if candidate.get("quantization_config")), None
-    )
-    if section is None:
+    section = settings if settings.get("quantization_config") else text_settings(settings)
+    if not section.get("quantization_config"):
         return None
     config = read(section, "quantization_config", JsonDict)
     try:
         method = read(config, "quant_method", str, "bitsandbytes" if "load_in_4bit" in config else None)
         if method not in _SCHEMES:
             expected = "bitsandbytes, gptq, awq, compressed-tensors (pack-quantized, int-quantized) or mxfp4"
-            raise UnsupportedError(
-                f"quant_method {method} is not supported; expected {expected}, or use the model without quantization"
-            )
+            raise UnsupportedError(f"quant_method {method} is not supported; expected {expected}, or no quantization")
         return _SCHEMES[method](config)
     except UnsupportedError as error:
         raise UnsupportedError(f"quantization_config: {error}") from None

@@ -43,8 +43,7 @@ def is_gguf(name: str | os.PathLike[str]) -> bool:
 
 
 def local_directory(name: str, key: str) -> str:
-    """The directory of a model with its settings and tokenizer: `name`, or for an id or a GGUF file its directory in
-    the cache."""
+    """The directory of a model: `name`, or for an id or a GGUF file its directory in the cache."""
     if is_gguf(name):
         from jaxmem.config.gguf import gguf_directory
 
@@ -117,9 +116,10 @@ class DatasetFiles:
         if isinstance(cached, str):
             return Path(cached)
         with _explaining_errors(self.repository, self.commit, f"data.path={self.path}", "dataset"):
-            return Path(
-                hf_hub_download(self.repository, name, revision=self.commit, repo_type="dataset", local_dir=directory)
+            file = hf_hub_download(
+                self.repository, name, repo_type="dataset", revision=self.commit, local_dir=directory
             )
+        return Path(file)
 
 
 @lru_cache
@@ -135,8 +135,7 @@ def dataset_files(path: str, suffixes: Sequence[str]) -> DatasetFiles:
 
 
 def _dataset(path: str, suffixes: Sequence[str]) -> tuple[str, str | None, list[str]]:
-    """The id, the revision and the patterns of files of a dataset. `*` in a pattern includes directories, as in the
-    hub's own tools."""
+    """The id, the revision and the patterns of files of a dataset. `*` includes directories, as in the hub's tools."""
     dataset_id = DATASET_ID.fullmatch(path.removeprefix(DATASETS))
     if dataset_id is None:
         raise UserError(f"data.path={path} is not a dataset; use {DATASETS}org/name or {DATASETS}org/name/*.jsonl")
@@ -177,10 +176,9 @@ def _fetch(repository: str, revision: str | None, patterns: list[str], what: str
     from huggingface_hub import snapshot_download
 
     with _explaining_errors(repository, revision, what, kind):
-        others = ["*/*"] if kind == "model" else None
-        return snapshot_download(
-            repository, repo_type=kind, revision=revision, allow_patterns=patterns, ignore_patterns=others
-        )
+        ignored = ["*/*"] if kind == "model" else None
+        files = {"allow_patterns": patterns, "ignore_patterns": ignored}
+        return snapshot_download(repository, repo_type=kind, revision=revision, **files)
 
 
 @contextmanager

@@ -94,17 +94,16 @@ for _tag, (_pattern, _first) in SCALARS.items():
         _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _first)
 
 
-def load_config(
-    source: str | os.PathLike[str] | JsonView, overrides: Iterable[str] = (), *, is_run: bool = False
-) -> Config:
+ConfigSource = str | os.PathLike[str] | JsonView  # a file, or the settings
+
+
+def load_config(source: ConfigSource, overrides: Iterable[str] = (), *, is_run: bool = False) -> Config:
     """The config of a file or dict with `key=value` overrides. Checks that need the number of devices run later.
     `is_run`: the file is that of a run, whose model stays if `model.hf` names the new place of its directory."""
     return config_of(read_config(source, overrides, is_run=is_run))
 
 
-def read_config(
-    source: str | os.PathLike[str] | JsonView, overrides: Iterable[str] = (), *, is_run: bool = False
-) -> JsonDict:
+def read_config(source: ConfigSource, overrides: Iterable[str] = (), *, is_run: bool = False) -> JsonDict:
     """The settings of a file or dict with `key=value` overrides, unchecked. `is_run`: as in `load_config`."""
     raw = _copy(source) if isinstance(source, Mapping) else _read(Path(source))
     overrides = [*overrides]
@@ -120,8 +119,7 @@ def read_config(
 
 
 def config_of(raw: JsonDict, user: UserObjects | None = None) -> Config:
-    """The checked config of these settings. `user`: Python objects that a script passed. Short forms in `raw` are
-    expanded in place."""
+    """The checked config of these settings, whose short forms are expanded in place. `user`: what a script passed."""
     _expand(raw)
     try:
         cfg = Config.model_validate(raw)

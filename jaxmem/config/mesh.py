@@ -62,9 +62,7 @@ class Rules(Section):
     kv_heads: _Over = setting(("tensor",), "mesh axes of key and value heads")
     mlp: _Over = setting(("tensor",), "mesh axes of the hidden width of the MLP")
 
-    logits: ListOf[Literal["fsdp"]] = setting(
-        (), "mesh axes that shard logits by vocabulary, not by token; gathers features"
-    )
+    logits: ListOf[Literal["fsdp"]] = setting((), "mesh axes that shard logits by vocabulary, not by token")
     replicated: ListOf[WeightKind] = setting((), "weights stored replicated despite zero=3; head: the output matrix")
     optimizer: ListOf[Literal["replica"]] = setting((), "additional mesh axes that shard the optimizer state")
 

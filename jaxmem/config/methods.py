@@ -14,7 +14,7 @@ from typing import Unpack
 from jaxmem.config.adapter import LOW_RANK, Adapter
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hub import is_gguf, is_id, local_directory
-from jaxmem.config.load import config_of, load_config, read_config
+from jaxmem.config.load import ConfigSource, config_of, load_config, read_config
 from jaxmem.config.optimizers import HYPERPARAMETERS, Optimizer
 from jaxmem.config.presets import preset_of, refuse_preset
 from jaxmem.config.sections import Config
@@ -90,7 +90,7 @@ class RunOptions(Parts, total=False):
     batch: int | None
 
 
-RunSource = Config | JsonView | str | os.PathLike[str]
+RunSource = Config | ConfigSource
 
 
 def is_model(source: RunSource) -> bool:
@@ -151,7 +151,7 @@ def run_config(
     return config_of(raw, user_objects(parts) if parts else user)
 
 
-def config_with(source: Config | JsonView | str | os.PathLike[str], **parts: Unpack[Parts]) -> Config:
+def config_with(source: RunSource, **parts: Unpack[Parts]) -> Config:
     """The config of a run, with the parts that a script passes (its model, loss, data, ...)."""
     if not parts:
         return source if isinstance(source, Config) else load_config(source)
@@ -217,8 +217,7 @@ def _apply(name: str, raw: JsonDict) -> None:
 
 
 def setting_of_method(names: Iterable[str], overrides: Sequence[str]) -> str | None:
-    """The first override of a setting that makes the difference between methods, or None. Settings of memory do not
-    change a method."""
+    """The first override of a setting that makes the difference between methods, which memory does not."""
     sections = [item for name in names for item in METHODS[name].settings.items() if item[0] != "memory"]
     keys = {f"{section}.{key}" for section, settings in sections for key in settings}
     keys |= {section for section, _ in sections}

@@ -49,15 +49,11 @@ class Rope(Section):
     factor: Positive = setting(1.0, "how many times longer the context becomes")
     original_length: Count = setting(8192, "llama3, yarn, longrope: context length before scaling")
     low_frequency: Positive = setting(
-        1.0, "llama3: frequencies with fewer wavelengths in original_length are divided by factor"
+        1.0, "llama3: frequencies with fewer turns in original_length are divided by factor"
     )
-    high_frequency: Positive = setting(
-        4.0, "llama3: frequencies with more wavelengths in original_length do not change"
-    )
-    beta_fast: Positive = setting(32.0, "yarn: frequencies with more rotations in original_length do not change")
-    beta_slow: Positive = setting(
-        1.0, "yarn: frequencies with fewer rotations in original_length are divided by factor"
-    )
+    high_frequency: Positive = setting(4.0, "llama3: frequencies with more turns in original_length do not change")
+    beta_fast: Positive = setting(32.0, "yarn: frequencies with more turns in original_length do not change")
+    beta_slow: Positive = setting(1.0, "yarn: frequencies with fewer turns in original_length are divided by factor")
     truncate: bool = setting(True, "yarn: round the bounds of interpolated frequencies to integers")
     short_factors: ListOf[Positive] = setting((), "longrope: divisors of frequencies up to original_length tokens")
     long_factors: ListOf[Positive] = setting((), "longrope: divisors of frequencies in longer documents")
@@ -101,9 +97,7 @@ class Experts(Section):
     groups: Count = setting(1, "number of groups of experts; a token uses only experts of its top_groups groups")
     top_groups: Count = setting(1, "number of groups per token: those whose best expert is the most probable")
     every: Count = setting(1, "every n-th layer has experts: layers n - 1, 2 n - 1, ..., where the first layer is 0")
-    dense_layers: ListOf[Annotated[int, Field(ge=0)]] = setting(
-        (), "further layers without experts; the first layer is 0"
-    )
+    dense_layers: ListOf[Annotated[int, Field(ge=0)]] = setting((), "further layers without experts; the first is 0")
     dense_mlp: Count | None = setting(None, "hidden width of the MLP of layers without experts")
 
     def in_layers(self, layers: int) -> tuple[bool, ...]:
@@ -145,12 +139,8 @@ class Decoder(Family):
     )
     norms: Literal["pre", "post", "both"] = setting("pre", "norms before, after, or around attention and MLP")
     norm_offset: bool = setting(False, "norms multiply by 1 + weight, as in Gemma")
-    qk_norm: bool | Literal["all_heads"] = setting(
-        False, "normalize queries and keys per head; all_heads: all heads together"
-    )
-    query_pre_attn_scalar: Count | None = setting(
-        None, "scores are divided by the square root of this; null: of head_dim"
-    )
+    qk_norm: bool | Literal["all_heads"] = setting(False, "normalize queries and keys per head, or all_heads together")
+    query_pre_attn_scalar: Count | None = setting(None, "divides scores by its square root; null: head_dim")
     attention_soft_cap: Positive | None = setting(None, "attention scores s become c tanh(s / c); null: no cap")
     logit_soft_cap: Positive | None = setting(None, "logits y become c tanh(y / c); null: no cap")
     scale_embeddings: bool = setting(False, "multiply embeddings by the square root of embed")
@@ -159,9 +149,7 @@ class Decoder(Family):
     output_bias: bool = setting(False, "bias of the output projection of attention")
     mlp_bias: bool = setting(False, "biases of the MLP, or of experts and router")
     tie_embeddings: bool = setting(False, "use one matrix for the embedding and the output projection")
-    window: Count | None = setting(
-        None, "sliding window: keys that a query attends to, with its own; null: all previous"
-    )
+    window: Count | None = setting(None, "sliding window: keys that a query attends to, with its own; null: all")
     layer_types: ListOf[Literal["sliding_attention", "full_attention"]] = setting(
         (),
         "kind of each layer; a shorter list is repeated; only sliding_attention uses model.window; []: all layers do",
@@ -304,8 +292,7 @@ FAMILIES: dict[str, type[Family]] = {kind.model_fields["family"].default: kind f
 
 
 def register_family(section: type[Family]) -> str:
-    """Adds a section for `model` to this process, and returns the name of the family: the default of its field
-    `family`."""
+    """Adds a section for `model` to this process. Returns the name of the family: the default of `family`."""
     name = section.model_fields["family"].default
     if not isinstance(name, str):
         raise UserError(f"register_family: {section.__name__} must have a field `family: Literal[NAME] = NAME`")

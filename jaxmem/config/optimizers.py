@@ -106,17 +106,13 @@ class Entry:
 
 
 OPTIMIZERS = {
-    "adamw": Entry(
-        AdamWSettings, "plain:scale_by_adam", "Two moments in the dtype of the weights: 8 bytes in float32."
-    ),
+    "adamw": Entry(AdamWSettings, "plain:scale_by_adam", "Two moments in the weights' dtype: 8 bytes in float32."),
     "adam": Entry(AdamSettings, "plain:scale_by_adam", "AdamW without weight decay."),
     "sgd": Entry(SgdSettings, "plain:trace", "No state; with momentum one value in the dtype of the weights."),
     "lion": Entry(
-        LionSettings, "plain:scale_by_lion", "One moment; updates are signs: use at most a third of Adam's rate."
+        LionSettings, "plain:scale_by_lion", "One moment; updates are signs: a third of Adam's rate or less."
     ),
-    "adafactor": Entry(
-        AdafactorSettings, "adafactor:scale_by_adafactor", "Row and column sums as second moment: almost no state."
-    ),
+    "adafactor": Entry(AdafactorSettings, "adafactor:scale_by_adafactor", "Row and column sums as second moment."),
     "adam_mini": Entry(AdamWSettings, "adam_mini:scale_by_adam_mini", "AdamW, one second moment per neuron: 4 bytes."),
     "muon": Entry(MuonSettings, "muon:scale_by_muon", "Orthogonalized momentum for hidden matrices: 4 bytes."),
     "adamw8bit": Entry(AdamW8bitSettings, "quantized:scale_by_adam8bit", "AdamW in 8 bits: 2.03 bytes."),
@@ -159,9 +155,7 @@ class Optimizer(Section):
     scale: Positive | None = setting(None, "factor on the projected update")
     project_embeddings: bool | None = setting(None, "whether embedding and output matrices are projected too")
     similarity: Fraction | None = setting(None, "the interval doubles if a new basis contains this share of the old")
-    residual: bool | None = setting(
-        None, "add the part of the gradient outside of the basis, scaled like the inside (Fira)"
-    )
+    residual: bool | None = setting(None, "add the gradient outside of the basis, scaled like that inside (Fira)")
     weight_decay: NotNegative | None = setting(None, "weight decay of matrices, not of norms and biases")
 
     @model_validator(mode="before")

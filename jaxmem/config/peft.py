@@ -55,8 +55,7 @@ def is_prompt(directory: str | Path) -> bool:
 
 
 def adapter_fields(directory: str | Path, model: Decoder) -> tuple[JsonDict, list[str]]:
-    """The fields of `adapter` and the patterns of `optimizer.trainable` that a directory describes, for a base
-    model."""
+    """The fields of `adapter` and the patterns of `optimizer.trainable` in a directory, for a base model."""
     file, settings = _read(directory)
     try:
         kind = settings.get("peft_type", "LORA")
@@ -134,8 +133,7 @@ def _has_experts(directory: str | Path) -> bool:
 
 
 def _by_pattern(values: Mapping[HfModule, float], modules: Iterable[HfModule]) -> JsonDict:
-    """{pattern of layers: value}, with one pattern for all layers of a stack or for each run of layers of equal
-    value."""
+    """{pattern of layers: value}: a pattern for all layers of a stack, or for each run of layers of equal value."""
     by_pattern = {}
     for path, group in groupby(modules, key=lambda module: module.path):
         runs = [(value, list(run)) for value, run in groupby(group, key=values.get)]
@@ -203,8 +201,7 @@ def _saved_modules(settings: JsonView, modules: Sequence[HfModule], model: Decod
 
 
 def _by_module(settings: JsonView, key: str, kind: TypeForm, modules: Sequence[HfModule]) -> JsonDict:
-    """The value of each module in `rank_pattern` or `alpha_pattern`: that of the first regex that matches the end of
-    its name."""
+    """The value of each module in `rank_pattern` or `alpha_pattern`: that of the first regex that matches it."""
     patterns = read(settings, key, dict[str, kind], {})
     patterns = {pattern.removesuffix(".weight"): value for pattern, value in patterns.items()}  # `target_parameters`
     values: JsonDict = {}
@@ -217,8 +214,7 @@ def _by_module(settings: JsonView, key: str, kind: TypeForm, modules: Sequence[H
 
 
 def base_directory(directory: str | Path) -> tuple[str | None, Path | None]:
-    """The base model that an adapter names (a directory or a name on a hub), and its path if it is a directory of this
-    machine."""
+    """The base model that an adapter names, a directory or an id, and its path if it is a directory here."""
     name = read_json(Path(directory).expanduser() / CONFIG).get("base_model_name_or_path")
     if not isinstance(name, str):
         return None, None
