@@ -213,7 +213,9 @@ def settings_of(opened: GgufFile) -> JsonDict:
     tensors = opened.tensors
     if name not in ARCHITECTURES:
         expected = ", ".join(ARCHITECTURES)
-        raise UnsupportedError(f"general.architecture={name[:60]!r} is not supported; expected one of {expected}")
+        raise UnsupportedError(
+            f"general.architecture={json.dumps(name)[:60]} is not supported; expected one of {expected}"
+        )
     files = metadata.get("split.count", 1)
     if files != 1:
         raise UnsupportedError(f"the model is split into {files} files; join them with llama-gguf-split --merge")

@@ -181,7 +181,11 @@ def _begin_token(metadata: JsonView, tokens: Sequence[str]) -> str | None:
     is_usual = metadata["tokenizer.ggml.model"] == "llama" or metadata.get("tokenizer.ggml.pre") in WITH_BEGIN
     if not metadata.get("tokenizer.ggml.add_bos_token", is_usual):
         return None
-    number = metadata.get("tokenizer.ggml.bos_token_id")
+    return _special_token(metadata, "bos", tokens)
+
+
+def _special_token(metadata: JsonView, name: str, tokens: Sequence[str]) -> str | None:
+    number = metadata.get(f"tokenizer.ggml.{name}_token_id")
     return tokens[number] if isinstance(number, int) and 0 <= number < len(tokens) else None
 
 
@@ -209,12 +213,8 @@ def tokenizer_config(metadata: JsonView) -> JsonDict:
     """The tokenizer_config.json of a file: its chat template, and the texts of the tokens that templates use."""
     tokens = _list_of(metadata, "tokens", str)
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    numbers = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
-    texts = {
-        name: tokens[number]
-        for name, number in numbers.items()
-        if isinstance(number, int) and 0 <= number < len(tokens)
-    }
+    special = {key: _special_token(metadata, name, tokens) for key, name in names.items()}
+    texts = {key: token for key, token in special.items() if token is not None}
     template = metadata.get("tokenizer.chat_template")
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **texts}
     return settings | ({"chat_template": template} if isinstance(template, str) else {})

@@ -64,7 +64,7 @@ class HfFamily:
         known |= {"decoder_sparse_step", "mlp_only_layers"} if self.has_dense_layers else set()
         return known if self.shared is None else known | {self.shared}
 
-    def without_user(self, fixed: Mapping[str, tuple[object, ...]]) -> dict[str, tuple[object, ...]]:
+    def not_understood(self, fixed: Mapping[str, tuple[object, ...]]) -> dict[str, tuple[object, ...]]:
         """Keys with one supported value, except for those that this architecture supports."""
         return {key: values for key, values in fixed.items() if key not in self.understood}
 

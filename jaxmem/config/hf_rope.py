@@ -68,7 +68,7 @@ def _rope_fields(settings: JsonView, family: HfFamily) -> JsonDict:
     kind = "longrope" if kind in family.longrope else kind
     if not isinstance(kind, str) or kind not in ROPE:
         raise UnsupportedError(f"rope_type={json.dumps(kind)} is not supported; expected one of {', '.join(ROPE)}")
-    check_keys(scaling, UNDERSTOOD_ROPE | family.understood, family.without_user(FIXED_ROPE), section="rope_scaling.")
+    check_keys(scaling, UNDERSTOOD_ROPE | family.understood, family.not_understood(FIXED_ROPE), section="rope_scaling.")
     settings_of_rope = {**settings, **scaling}
     rope: JsonDict = {"theta": read(settings_of_rope, "rope_theta", Number, 10_000.0)}
     share = read(settings_of_rope, "partial_rotary_factor", Number, 1.0) if family.has_partial_rope else 1

@@ -98,7 +98,7 @@ def fields_of(settings: JsonView) -> JsonDict:
     settings = text_settings(settings)
     if scheme is not None and not (family.has_mxfp4 if scheme.method == "mxfp4" else not family.fused):
         raise UnsupportedError(f"quantization_config is not supported for model_type={family.model_type}")
-    check_keys(settings, UNDERSTOOD | family.understood, family.without_user(FIXED) | family.fixed, WITHOUT_EFFECT)
+    check_keys(settings, UNDERSTOOD | family.understood, family.not_understood(FIXED) | family.fixed, WITHOUT_EFFECT)
     # An absent key has the default of the class; null has the default of all classes.
     settings = {**family.defaults, **settings}
     shape = {name: read(settings, key, Quantity if name == "layers" else Size) for name, key in SHAPE.items()}
@@ -137,7 +137,9 @@ def _windows(settings: JsonView, family: HfFamily, layers: int) -> JsonDict:
         return {"window": None}
     if family.windows == "all":
         if "full_attention" in types:
-            raise UnsupportedError(f"sliding_window of {family.model_type} does not support full_attention")
+            raise UnsupportedError(
+                f"layer_types: sliding_window of {family.model_type} does not support full_attention"
+            )
         types = []
     elif not types:
         first = read(settings, "max_window_layers", Annotated[int, Field(ge=0)], 28)
