@@ -90,17 +90,13 @@ class HfFamily:
             every = read(settings, "decoder_sparse_step", Size, 1)
             dense = [n for n in read(settings, "mlp_only_layers", list[int], []) if n in range(layers)]
             has_experts = [(n + 1) % every == 0 and n not in dense for n in range(layers)]
-            if not any(has_experts):
-                raise UnsupportedError("decoder_sparse_step and mlp_only_layers leave no layer with experts")
             if not all(has_experts):
                 dense_mlp = read(settings, "intermediate_size", Size)
                 experts |= {"every": every, "dense_layers": dense, "dense_mlp": dense_mlp}
         return {"mlp": read(settings, width, Size), "experts": experts}
 
     def _deepseek_experts(self, settings: JsonView, layers: int, width: int) -> JsonDict:
-        first = read(settings, "first_k_dense_replace", Annotated[int, Field(ge=0)], 0)
-        if first >= layers:
-            raise UnsupportedError(f"first_k_dense_replace={first} leaves no layer with experts; set it below {layers}")
+        first = read(settings, "first_k_dense_replace", Annotated[int, Field(ge=0, lt=layers)], 0)
         fields: JsonDict = {
             "shared": width * read(settings, "n_shared_experts", Size),
             "shared_gate": False,
@@ -119,8 +115,7 @@ class HfFamily:
         kv_heads = read(settings, "num_key_value_heads", Size, heads)
         if kv_heads != heads:
             raise UnsupportedError(f"num_key_value_heads={kv_heads} is not supported; expected {heads}, all heads")
-        latent = {name: read(settings, key, Size) for name, key in LATENT.items() if name != "q_rank"}
-        latent["q_rank"] = None if settings["q_lora_rank"] is None else read(settings, "q_lora_rank", Size)
+        latent = {name: read(settings, key, Size | None if name == "q_rank" else Size) for name, key in LATENT.items()}
         return {"head_dim": read(settings, "qk_nope_head_dim", Size) + latent["rope_dim"], "latent": latent}
 
     def latent_settings(self, model: Decoder) -> JsonDict:

@@ -107,12 +107,10 @@ def read_config(source: ConfigSource, overrides: Iterable[str] = (), *, is_run: 
     """The settings of a file or dict with `key=value` overrides, unchecked. `is_run`: as in `load_config`."""
     raw = _copy(source) if isinstance(source, Mapping) else _read(Path(source))
     overrides = [*overrides]
-    has_new_directory = _changes_model(raw, "hf", overrides)
-    has_new_preset = _changes_model(raw, "preset", overrides)
-    if has_new_directory or has_new_preset:
+    if changed := _changed_model(raw, overrides):
         _remove_tokenizer(raw)
-    if has_new_preset or (has_new_directory and not is_run):
-        del raw["model"]
+        if "preset" in changed or not is_run:
+            del raw["model"]
     for override in overrides:
         _override(raw, override)
     return raw
@@ -221,23 +219,26 @@ def _override(raw: JsonDict, text: str) -> None:
     here[last] = _parse(value, text.strip(), is_file=False)
 
 
-def _changes_model(raw: JsonDict, field: str, overrides: Iterable[str]) -> bool:
-    """Whether an override sets another `model.preset` or `model.hf` than a saved config, which has all fields."""
+def _changed_model(raw: JsonDict, overrides: Iterable[str]) -> set[str]:
+    """The keys `hf` and `preset` of a saved config, which has all fields, that overrides set to another model."""
     model = raw.get("model")
     if not isinstance(model, dict) or not set(Decoder.model_fields) <= set(model):
-        return False
-    pairs = (override.partition("=") for override in overrides)
-    values = [_parse(value, key, is_file=False) for key, _, value in pairs if key.strip() == f"model.{field}"]
-    return any(value not in (None, model[field]) for value in values)
+        return set()
+    changed = set()
+    for override in overrides:
+        key, _, value = override.partition("=")
+        field = {"model.hf": "hf", "model.preset": "preset"}.get(key.strip())
+        if field is not None and _parse(value, key, is_file=False) not in (None, model[field]):
+            changed.add(field)
+    return changed
 
 
 def _remove_tokenizer(raw: JsonDict) -> None:
     """Removes the tokenizer of a saved config if it is that of the model's directory."""
     directory = raw["model"]["hf"]
     data = raw.get("data")
-    tokenizer = data.get("tokenizer") if isinstance(data, dict) else None
-    if isinstance(tokenizer, str) and isinstance(directory, str) and is_tokenizer_of(tokenizer, directory):
-        del raw["data"]["tokenizer"]
+    if directory and isinstance(data, dict) and is_tokenizer_of(str(data.get("tokenizer", "")), str(directory)):
+        del data["tokenizer"]
 
 
 def _expand(raw: JsonDict) -> None:

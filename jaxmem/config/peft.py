@@ -100,9 +100,8 @@ def _low_rank_fields(directory: str | Path, settings: JsonView, model: Decoder) 
         raise UnsupportedError('target_modules selects no layer of the model; use e.g. "all-linear"')
     rank = read(settings, "r", Size, 8)
     alpha = read(settings, "lora_alpha", Number, 8)
-    ranks = _by_module(settings, "rank_pattern", Size, targets)
+    ranks = dict.fromkeys(targets, rank) | _by_module(settings, "rank_pattern", Size, targets)
     alphas = _by_module(settings, "alpha_pattern", Number, targets)
-    alpha_by_target = {target: alphas[target.name] for target in targets if target.name in alphas}
     bias = settings.get("bias", "none")
     biased = {"none": [], "all": modules, "lora_only": targets}[bias]
     trained = {f"{pattern}.*": None for pattern in _by_pattern(dict.fromkeys(saved, 1), modules)}
@@ -111,11 +110,11 @@ def _low_rank_fields(directory: str | Path, settings: JsonView, model: Decoder) 
         "kind": "dora" if read(settings, "use_dora", bool, False) else "lora",
         "rank": rank,
         "alpha": alpha,
-        "alpha_pattern": _by_pattern(alpha_by_target, modules) or None,
+        "alpha_pattern": _by_pattern(alphas, modules) or None,
         "rslora": read(settings, "use_rslora", bool, False),
         "lora_bias": read(settings, "lora_bias", bool, False),
         "dropout": read(settings, "lora_dropout", Fraction, 0.0),
-        "targets": _by_pattern({target: ranks.get(target.name, rank) for target in targets}, modules),
+        "targets": _by_pattern(ranks, modules),
     }
     return fields, list(trained)
 
@@ -200,16 +199,16 @@ def _saved_modules(settings: JsonView, modules: Sequence[HfModule], model: Decod
     return matching
 
 
-def _by_module(settings: JsonView, key: str, kind: TypeForm, modules: Sequence[HfModule]) -> JsonDict:
+def _by_module(settings: JsonView, key: str, kind: TypeForm, modules: Sequence[HfModule]) -> dict[HfModule, float]:
     """The value of each module in `rank_pattern` or `alpha_pattern`: that of the first regex that matches it."""
     patterns = read(settings, key, dict[str, kind], {})
     patterns = {pattern.removesuffix(".weight"): value for pattern, value in patterns.items()}  # `target_parameters`
-    values: JsonDict = {}
+    values: dict[HfModule, float] = {}
     matches = match_names(list(patterns), [module.name for module in modules], key, r"(.*\.)?({})")
     for (pattern, value), matching in zip(patterns.items(), matches, strict=True):
         if not matching:
             raise UnsupportedError(f"{key}: {pattern} matches no target module; use the names in target_modules")
-        values = {**dict.fromkeys(sorted(matching), value), **values}
+        values = {module: value for module in modules if module.name in matching} | values
     return values
 
 
