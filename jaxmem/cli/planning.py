@@ -100,7 +100,9 @@ def fit(
     ] = None,
     write: options.ConfigOutput = None,
     reserve: options.Reserve = None,
-    compiles: Annotated[int | None, typer.Option(metavar="N", min=1, help="Compile at most N configs (12).")] = None,
+    compiles: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Compile at most N configs; by default 12.")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Find the fastest settings that fit in memory.

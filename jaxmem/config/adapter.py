@@ -60,7 +60,9 @@ class Adapter(Section):
     experts: StoredFormat | None = setting(None, "stored format of frozen experts, e.g. mxfp4; null: as base")
     embeddings: StoredFormat | None = setting(None, "stored format of frozen embedding and output; null: as base")
     double_quant: bool = setting(True, "quantize the scales of a quantized base to 8 bits")
-    hf: str | None = setting(None, "a PEFT directory; sets the initial adapters and the fields of adapter not set")
+    hf: str | None = setting(
+        None, "a PEFT directory; sets the initial adapters, and the fields of this section that are not set"
+    )
     lora_plus_ratio: Positive = setting(1.0, "learning rate of B divided by the learning rate of A (LoRA+)")
     virtual_tokens: Count = setting(20, "trainable tokens before each sequence")
     layers: Count = setting(1, "number of last layers to train")

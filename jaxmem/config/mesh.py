@@ -62,8 +62,12 @@ class Rules(Section):
     kv_heads: _Over = setting(("tensor",), "mesh axes of key and value heads")
     mlp: _Over = setting(("tensor",), "mesh axes of the hidden width of the MLP")
 
-    logits: ListOf[Literal["fsdp"]] = setting((), "mesh axes that shard logits by vocabulary, not by token")
-    replicated: ListOf[WeightKind] = setting((), "weights stored replicated despite zero=3; head: the output matrix")
+    logits: ListOf[Literal["fsdp"]] = setting(
+        (), "mesh axes that shard logits by vocabulary instead of by token; features are gathered, not weights"
+    )
+    replicated: ListOf[WeightKind] = setting(
+        (), "kinds of weights that are stored replicated, as with zero=2, although zero=3; head: the output matrix"
+    )
     optimizer: ListOf[Literal["replica"]] = setting((), "additional mesh axes that shard the optimizer state")
 
     @property

@@ -49,13 +49,19 @@ class Rope(Section):
     factor: Positive = setting(1.0, "how many times longer the context becomes")
     original_length: Count = setting(8192, "llama3, yarn, longrope: context length before scaling")
     low_frequency: Positive = setting(
-        1.0, "llama3: frequencies with fewer turns in original_length are divided by factor"
+        1.0, "llama3: frequencies below this many turns in original_length are divided by factor"
     )
-    high_frequency: Positive = setting(4.0, "llama3: frequencies with more turns in original_length do not change")
-    beta_fast: Positive = setting(32.0, "yarn: frequencies with more turns in original_length do not change")
-    beta_slow: Positive = setting(1.0, "yarn: frequencies with fewer turns in original_length are divided by factor")
+    high_frequency: Positive = setting(
+        4.0, "llama3: frequencies above this many turns in original_length do not change"
+    )
+    beta_fast: Positive = setting(32.0, "yarn: frequencies above this many turns in original_length do not change")
+    beta_slow: Positive = setting(
+        1.0, "yarn: frequencies below this many turns in original_length are divided by factor"
+    )
     truncate: bool = setting(True, "yarn: round the bounds of interpolated frequencies to integers")
-    short_factors: ListOf[Positive] = setting((), "longrope: divisors of frequencies up to original_length tokens")
+    short_factors: ListOf[Positive] = setting(
+        (), "longrope: divisors of frequencies in documents up to original_length"
+    )
     long_factors: ListOf[Positive] = setting((), "longrope: divisors of frequencies in longer documents")
     attention_factor: Positive | None = setting(
         None,
@@ -124,7 +130,9 @@ class Decoder(Family):
     preset: str | None = setting(  # type: ignore[assignment]
         None, "a published architecture and size, with random weights; sets the fields below that are not set"
     )
-    hf: str | None = setting(None, "a Hugging Face directory, or org/name of the hub; sets weights and fields not set")
+    hf: str | None = setting(
+        None, "a Hugging Face directory, or org/name of the hub; sets the weights, and the fields that are not set"
+    )
     vocab: Count = setting(..., "entries of the vocabulary")
     layers: Layers = setting(..., "number of layers")
     embed: Count = setting(..., "width of the residual stream")
@@ -140,7 +148,9 @@ class Decoder(Family):
     norms: Literal["pre", "post", "both"] = setting("pre", "norms before, after, or around attention and MLP")
     norm_offset: bool = setting(False, "norms multiply by 1 + weight, as in Gemma")
     qk_norm: bool | Literal["all_heads"] = setting(False, "normalize queries and keys per head, or all_heads together")
-    query_pre_attn_scalar: Count | None = setting(None, "divides scores by its square root; null: head_dim")
+    query_pre_attn_scalar: Count | None = setting(
+        None, "attention scores are divided by the square root of this value; null: of head_dim"
+    )
     attention_soft_cap: Positive | None = setting(None, "attention scores s become c tanh(s / c); null: no cap")
     logit_soft_cap: Positive | None = setting(None, "logits y become c tanh(y / c); null: no cap")
     scale_embeddings: bool = setting(False, "multiply embeddings by the square root of embed")
@@ -149,7 +159,9 @@ class Decoder(Family):
     output_bias: bool = setting(False, "bias of the output projection of attention")
     mlp_bias: bool = setting(False, "biases of the MLP, or of experts and router")
     tie_embeddings: bool = setting(False, "use one matrix for the embedding and the output projection")
-    window: Count | None = setting(None, "sliding window: keys that a query attends to, with its own; null: all")
+    window: Count | None = setting(
+        None, "sliding window: number of keys that a query attends to, including its own; null: all previous keys"
+    )
     layer_types: ListOf[Literal["sliding_attention", "full_attention"]] = setting(
         (),
         "kind of each layer; a shorter list is repeated; only sliding_attention uses model.window; []: all layers do",

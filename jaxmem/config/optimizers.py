@@ -112,7 +112,7 @@ OPTIMIZERS = {
     "lion": Entry(
         LionSettings, "plain:scale_by_lion", "One moment; updates are signs: a third of Adam's rate or less."
     ),
-    "adafactor": Entry(AdafactorSettings, "adafactor:scale_by_adafactor", "Row and column sums as second moment."),
+    "adafactor": Entry(AdafactorSettings, "adafactor:scale_by_adafactor", "Sums of rows and columns: almost no state."),
     "adam_mini": Entry(AdamWSettings, "adam_mini:scale_by_adam_mini", "AdamW, one second moment per neuron: 4 bytes."),
     "muon": Entry(MuonSettings, "muon:scale_by_muon", "Orthogonalized momentum for hidden matrices: 4 bytes."),
     "adamw8bit": Entry(AdamW8bitSettings, "quantized:scale_by_adam8bit", "AdamW in 8 bits: 2.03 bytes."),

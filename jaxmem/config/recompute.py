@@ -104,7 +104,9 @@ class Memory(Section):
         "compute",
         "what saved activations are stored in: the compute dtype, or FP8 (e4m3) with a scale per block of 128",
     )
-    update: Literal["after", "during"] = setting("after", "update weights after the backward pass or during it")
+    update: Literal["after", "during"] = setting(
+        "after", "when weights are updated: after the backward pass, or layer by layer during it"
+    )
     attention: Literal["auto", "blockwise", "cudnn", "triton", "reference"] = setting(
         "auto", "attention kernel; auto: cuDNN where it supports the run, else a kernel of jaxmem, else plain JAX"
     )

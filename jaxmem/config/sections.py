@@ -81,7 +81,9 @@ class Objective(Section):
 class Source(Section):
     """One source of documents."""
 
-    source: Annotated[str, NameIn(SOURCES)] = setting("stdlib", "kind of data; stdlib: Python's standard library")
+    source: Annotated[str, NameIn(SOURCES)] = setting(
+        "stdlib", "kind of data; stdlib is the source text of Python's standard library"
+    )
     path: str | None = setting(
         None, "a file, a directory, a glob, or a dataset of the hub: org/name, hf://datasets/org/name/data/*.parquet"
     )
@@ -98,7 +100,9 @@ class Data(Source):
 
     mixture: ListOf[Source] = setting((), "several sources instead of data.source")
     sequence_length: Length = setting(1024, "tokens per sequence")
-    packing: bool = setting(True, "several documents per sequence, attending only to themselves; false: one, padded")
+    packing: bool = setting(
+        True, "true: several documents per sequence, each attends only to itself; false: one per sequence, padded"
+    )
     documents_per_row: Count = setting(31, "most documents per packed sequence; fused attention needs memory for each")
     tokenizer: str = setting("bytes", "bytes, the path of a tokenizer.json or its directory, or org/name of the hub")
     epochs: Count | None = setting(
@@ -165,7 +169,7 @@ class Precision(Section):
         "stored next to bfloat16 weights: a float32 copy, its lower 16 bits (remainder16), or 8 of these (remainder8)",
     )
     rounding: Literal["auto", "nearest", "stochastic"] = setting(
-        "auto", "auto: stochastic rounding of updates if quantized"
+        "auto", "rounding of updates; auto: stochastic if quantized"
     )
     loss_scale: Literal["none", "dynamic"] | Positive = setting(
         "none", "loss scaling against underflow of gradients: dynamic, or a constant factor"
@@ -203,7 +207,9 @@ class Train(Section):
 class Checkpoint(Section):
     """Where, when and how many checkpoints are saved."""
 
-    path: str | None = setting(None, "directory or bucket (gs://, s3://), for PATH/NAME; null: the run's directory")
+    path: str | None = setting(
+        None, "directory or bucket (gs://, s3://), saves in PATH/NAME; null: the run's directory"
+    )
     every: Count | None = setting(None, "updates between two checkpoints; the last update is always saved")
     keep: Count = setting(3, "number of checkpoints to keep")
     keep_best: bool = setting(False, "also keep the checkpoint with the lowest held-out loss")
