@@ -107,14 +107,14 @@ def nearest_numbers(value: int, known: Iterable[int]) -> str:
     return one_of([*below[-1:], *above[:1]] or ["none"])
 
 
-def abridge(items: Sequence[str], most: int = 4) -> str:
+def abridge(items: Sequence[str], most: int = 4, separator: str = ", ") -> str:
     """The first items of a list.
 
     >>> abridge(["q", "k", "v"], most=2)
     'q, k and 1 more'
     """
     others = f" and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(items[:most]) + others
+    return separator.join(items[:most]) + others
 
 
 def one_line(error: BaseException) -> str:

@@ -176,9 +176,10 @@ def _fetch(repository: str, revision: str | None, patterns: list[str], what: str
     from huggingface_hub import snapshot_download
 
     with _explaining_errors(repository, revision, what, kind):
-        ignored = ["*/*"] if kind == "model" else None
-        files = {"allow_patterns": patterns, "ignore_patterns": ignored}
-        return snapshot_download(repository, repo_type=kind, revision=revision, **files)
+        others = ["*/*"] if kind == "model" else None
+        return snapshot_download(
+            repository, repo_type=kind, revision=revision, allow_patterns=patterns, ignore_patterns=others
+        )
 
 
 @contextmanager

@@ -41,7 +41,8 @@ SCALARS = {
 }
 
 
-def _error(problem: str, place: yaml.Event | yaml.Node) -> yaml.MarkedYAMLError:
+def _error(problem: str, place: Any) -> yaml.MarkedYAMLError:
+    """An error at an event or a node."""
     return yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
 
 
