@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from jaxmem import __version__
-from jaxmem.cli import inference, info, planning, training
+from jaxmem.cli import inference, planning, training
 from jaxmem.errors import UserError, escaped, one_of
 from jaxmem.machine.devices import collect_garbage_rarely
 from jaxmem.machine.files import as_user_error
@@ -51,9 +51,9 @@ app.command()(inference.evaluate)
 app.command()(inference.export)
 app.command()(training.tokenize)
 app.command(context_settings={"allow_interspersed_args": False})(training.launch)
-app.command()(info.report)
-app.command()(info.doctor)
-app.command()(info.schema)
+app.command()(training.report)
+app.command()(training.doctor)
+app.command()(training.schema)
 
 PYDANTIC = {  # its texts for options, and jaxmem's
     "Input should be greater than or equal to": "must be at least",

@@ -125,30 +125,37 @@ def run_config(
     """
     sizes = {"data.sequence_length": sequence_length, "batch.global_size": batch}
     overrides = [*(f"{key}={size}" for key, size in sizes.items() if size is not None), *overrides]
-    user = None
-    if isinstance(source, Config):
-        if not overrides and method is None and not parts:
-            return source
-        user = source.user
-        source = source.model_dump(mode="json")
-    elif is_model(source):
-        source = _new_run(str(source), devices, method)
-    elif isinstance(source, str | os.PathLike) and not Path(source).suffix and not Path(source).exists():
-        problem = f"{source} is neither a YAML file, a Hugging Face model (a directory or org/name) nor a preset"
-        refuse_preset(str(source), problem)
-    elif isinstance(source, str | os.PathLike) and Path(source).is_dir():
-        saved = Path(source) / "config.yaml"
-        use = saved if saved.is_file() else "a YAML file or a Hugging Face directory"
-        raise UserError(f"{source} is a directory without config.json; use {use}")
-    raw = read_config(source)
+    if isinstance(source, Config) and not overrides and method is None and not parts:
+        return source
+    user = source.user if isinstance(source, Config) else None
+    raw = _settings_of(source, devices, method)
     if method is not None:
         _apply(method, raw)
     raw = read_config(_with_sections(raw, parts), overrides)
     train = raw.setdefault("train", {})
     if isinstance(train, dict) and train.get("steps") is None and train.get("tokens") is None:
-        warmup = raw.get("optimizer", {}).get("warmup", 0) if isinstance(raw.get("optimizer", {}), dict) else 0
+        optimizer = raw.get("optimizer")
+        warmup = optimizer.get("warmup") if isinstance(optimizer, dict) else None
         train["steps"] = DEFAULT_STEPS + (warmup if isinstance(warmup, int) else 0)
     return config_of(raw, user_objects(parts) if parts else user)
+
+
+def _settings_of(source: RunSource, devices: int, method: str | None) -> JsonDict:
+    """The settings of a config, or of a new run of a model."""
+    if isinstance(source, Config):
+        return source.model_dump(mode="json")
+    if is_model(source):
+        return _new_run(str(source), devices, method)
+    if isinstance(source, str | os.PathLike):
+        path = Path(source)
+        if path.is_dir():
+            saved = path / "config.yaml"
+            use = saved if saved.is_file() else "a YAML file or a Hugging Face directory"
+            raise UserError(f"{source} is a directory without config.json; use {use}")
+        if not path.suffix and not path.exists():
+            problem = f"{source} is neither a YAML file, a Hugging Face model (a directory or org/name) nor a preset"
+            refuse_preset(str(source), problem)
+    return read_config(source)
 
 
 def config_with(source: RunSource, **parts: Unpack[Parts]) -> Config:
