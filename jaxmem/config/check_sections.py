@@ -224,10 +224,10 @@ def check_adapter(cfg: Config) -> Iterator[str]:
 
 def check_some_layers(cfg: Config) -> Iterator[str]:
     """Errors in patterns that select layers by number, in `adapter` or in `optimizer.trainable`."""
-    some = [pattern for pattern in cfg.trainable_patterns if LAYER_RANGE.search(pattern)]
-    if not some:
+    pattern = next(filter(LAYER_RANGE.search, cfg.trainable_patterns), None)
+    if pattern is None:
         return
-    trainable = f"training only some layers ({some[0]})"
+    trainable = f"training only some layers ({pattern})"
     if cfg.mesh.stage != 1:
         yield unsupported(f"mesh.stage={cfg.mesh.stage}", trainable, "mesh.stage=1, or a pattern of all layers")
     if cfg.memory.update == "during":

@@ -87,8 +87,8 @@ def fetched_files(path: str, suffixes: Sequence[str]) -> list[Path]:
     """Fetches the files of a dataset that `dataset_files` names. Returns their paths in the cache."""
     repository, revision, patterns = _dataset(path, suffixes)
     directory = Path(_fetch(repository, revision, patterns, f"data.path={path}", "dataset"))
-    every = (file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
-    return [directory / name for name in _matching(path, repository, every, patterns)]
+    names = (file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
+    return [directory / name for name in _matching(path, repository, names, patterns)]
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ def dataset_files(path: str, suffixes: Sequence[str]) -> DatasetFiles:
     repository, revision, patterns = _dataset(path, suffixes)
     with _explaining_errors(repository, revision, f"data.path={path}", "dataset"):
         info = HfApi().dataset_info(repository, revision=revision)
-    every = (file.rfilename for file in info.siblings or ())
-    return DatasetFiles(path, repository, str(info.sha), _matching(path, repository, every, patterns))
+    names = (file.rfilename for file in info.siblings or ())
+    return DatasetFiles(path, repository, str(info.sha), _matching(path, repository, names, patterns))
 
 
 def _dataset(path: str, suffixes: Sequence[str]) -> tuple[str, str | None, list[str]]:
@@ -147,10 +147,12 @@ def _dataset(path: str, suffixes: Sequence[str]) -> tuple[str, str | None, list[
 
 def _matching(path: str, repository: str, names: Iterable[str], patterns: Sequence[str]) -> tuple[str, ...]:
     """The files that match a pattern, of one split."""
-    every = sorted(names)
-    files = tuple(name for name in every if any(fnmatch(name, pattern) for pattern in patterns))
+    in_order = sorted(names)
+    files = tuple(name for name in in_order if any(fnmatch(name, pattern) for pattern in patterns))
     if not files:
-        raise UserError(f"data.path={path}: no file matches {' or '.join(patterns)}; the dataset has {abridge(every)}")
+        raise UserError(
+            f"data.path={path}: no file matches {' or '.join(patterns)}; the dataset has {abridge(in_order)}"
+        )
     refuse_splits(path, files, f"{DATASETS}{repository}/")
     return files
 

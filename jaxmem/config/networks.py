@@ -25,7 +25,8 @@ from jaxmem.errors import UserError
 _ATTENTION = (
     "attention_norm", "attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_norm",
 )  # fmt: skip
-_FAMILY, _DROPOUT = "kind of network", "dropout rate: share of activations set to 0 in training"
+_FAMILY = "kind of network"
+_DROPOUT = "dropout rate: share of activations set to 0 in training"
 SHARDED = ("embed", "vocab", "heads", "kv_heads", "mlp")  # dimensions of weights, as the section `rules` names them
 
 

@@ -138,9 +138,9 @@ def _by_pattern(values: Mapping[HfModule, float], modules: Iterable[HfModule]) -
         runs = [(value, list(run)) for value, run in groupby(group, key=values.get)]
         for value, run in runs:
             if value is not None:
-                first_part, *path_end = path.split(".")
-                some = "" if len(runs) == 1 else f"[{run[0].layer}:{(run[-1].layer or 0) + 1}]"
-                by_pattern[".".join([first_part + some, *path_end])] = value
+                stack, dot, module = path.partition(".")
+                layers = "" if len(runs) == 1 else f"[{run[0].layer}:{(run[-1].layer or 0) + 1}]"
+                by_pattern[f"{stack}{layers}{dot}{module}"] = value
     return by_pattern
 
 
