@@ -78,7 +78,7 @@ def evaluate(
     if data is None and is_run(run) and not any(word.startswith(DATA_KEYS) for word in overrides):
         _check_has_data(run, overrides)
     if parts or not (data is None or isinstance(data, str)):
-        objects = user_objects({**parts, "data": data})  # type: ignore[typeddict-item]
+        objects = user_objects({**parts, "data": data})
         objects = dataclasses.replace(objects, held_out=objects.data)  # not two: an iterator is read once
         program, params = open_run(run, [*WITHOUT_TRAINING, *overrides], objects)
         with Evaluator(program) as evaluator:
