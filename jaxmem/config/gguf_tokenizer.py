@@ -41,19 +41,19 @@ _SYLLABLES = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 DEEPSEEK = (r"[\r\n]", rf"\s?{_CASED}+", rf"\s?[!-/:-~{_FULL_WIDTH}]+", r"\s+$", _SYLLABLES, r"\p{N}")
 
 # How each pre-tokenizer of llama.cpp splits text before byte-level BPE: by a regular expression or one after the other,
-# into single digits and then as GPT-2, or as GPT-2 (None). The first name of several is the one that is written.
+# into single digits and then as GPT-2, or as GPT-2 (None).
 DIGITS = "digits"
+_OF_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral")
 PRE_TOKENIZERS: dict[str, str | tuple[str, ...] | None] = {
     "gpt-2": None, "phi-2": None, "olmo": None, "mpt": None,
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), DIGITS),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe"), LLAMA3),
+    **dict.fromkeys((*_OF_LLAMA3, "dbrx", "smaug-bpe"), LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2),
     **dict.fromkeys(("gpt-4o", "llama4"), O200K),
     "tekken": TEKKEN, "deepseek-llm": DEEPSEEK,
 }  # fmt: skip
-WHOLE_TOKENS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "gpt-4o", "tekken")  # `ignore_merges`
-WITH_BEGIN = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")  # where `add_bos_token` is absent
-UNICODE_NORMALIZED = ("qwen2", "deepseek-r1-qwen")  # NFC
+WITH_BEGIN = (*_OF_LLAMA3, "tekken")  # where `add_bos_token` is absent
+WHOLE_TOKENS_FIRST = (*WITH_BEGIN, "gpt-4o")  # `ignore_merges`
 # Parts of regular expressions that only one pre-tokenizer has, the most specific ones first.
 _PARTS = (
     (r"\p{Lu}", r"\p{N}{1,3}", "gpt-4o"),
@@ -135,7 +135,7 @@ def _byte_level(metadata: JsonView, vocabulary: Mapping[str, int], _: Sequence[i
         before = [{**isolated, "pattern": {"Regex": regex}} for regex in regexes]
         bytes_of["use_regex"] = False
     return {
-        "normalizer": {"type": "NFC"} if name in UNICODE_NORMALIZED else None,
+        "normalizer": {"type": "NFC"} if split == QWEN2 else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*before, bytes_of]} if before else bytes_of,
         "decoder": {**bytes_of, "use_regex": True},
         "model": _bpe(vocabulary, merges, ignore_merges=name in WHOLE_TOKENS_FIRST),
