@@ -55,6 +55,6 @@ Temperature = Annotated[float, typer.Option(metavar="X", min=0.0, help="Sampling
 TopK = Annotated[int | None, typer.Option(metavar="K", min=1, help="Sample from the K most likely tokens.")]
 TopP = Annotated[float, typer.Option(metavar="P", help="Sample from the most likely tokens with total probability P.")]
 StopTexts = Annotated[
-    list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop before TEXT; may be repeated.")
+    list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop generating before TEXT; may be repeated.")
 ]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Random seed of the sampling.")]

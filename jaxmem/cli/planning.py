@@ -96,7 +96,7 @@ def fit(
         ),
     ] = None,
     maximize: Annotated[
-        str | None, typer.Option(metavar="KEY", help="Find the largest KEY that fits, e.g. model.layers.")
+        str | None, typer.Option(metavar="KEY", help="Find the largest value of KEY that fits, e.g. model.layers.")
     ] = None,
     write: options.ConfigOutput = None,
     reserve: options.Reserve = None,

@@ -37,7 +37,7 @@ def launch(
     processes: Annotated[int, typer.Option("-n", metavar="P", min=1, help="Number of processes.")],
     devices: Annotated[int | None, typer.Option(metavar="D", min=1, help="Simulated CPU devices per process.")] = None,
     restarts: Annotated[
-        int, typer.Option(metavar="R", min=0, help="If a process dies, restart without it, at most R times.")
+        int, typer.Option(metavar="R", min=0, help="If a process dies, restart in fewer processes, at most R times.")
     ] = 0,
 ) -> None:
     """Run a command in several processes on this host.

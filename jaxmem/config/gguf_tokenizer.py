@@ -118,9 +118,7 @@ def _byte_level(metadata: JsonView, vocabulary: Mapping[str, int], _: Sequence[i
     name = metadata.get("tokenizer.ggml.pre", "gpt-2")
     if name not in PRE_TOKENIZERS:
         expected = ", ".join(PRE_TOKENIZERS)
-        raise UnsupportedError(
-            f"tokenizer.ggml.pre={json.dumps(name)[:60]} is not supported; expected one of {expected}"
-        )
+        raise UnsupportedError(f"tokenizer.ggml.pre={json.dumps(name)[:60]} is not supported; use one of {expected}")
     merges = [merge.split(" ") for merge in _list_of(metadata, "merges", str, default=[])]
     if wrong := [merge for merge in merges if len(merge) != 2 or "".join(merge) not in vocabulary]:
         raise UnsupportedError(f"tokenizer.ggml.merges: {' '.join(wrong[0])[:60]!r} does not result in a token")

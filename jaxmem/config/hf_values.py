@@ -59,7 +59,7 @@ def check_keys(
                 raise UnsupportedError(f"{section}{key}={json.dumps(value)} is not supported; expected {only}")
         elif value and key not in understood and not any(fnmatchcase(key, pattern) for pattern in without_effect):
             raise UnsupportedError(
-                f"{section}{key}={json.dumps(value)} is not supported; remove it if it has no effect"
+                f"{section}{key}={json.dumps(value)} is not supported; if it does not change the outputs, remove it"
             )
 
 

@@ -150,9 +150,7 @@ def _matching(path: str, repository: str, names: Iterable[str], patterns: Sequen
     in_order = sorted(names)
     files = tuple(name for name in in_order if any(fnmatch(name, pattern) for pattern in patterns))
     if not files:
-        raise UserError(
-            f"data.path={path}: no file matches {' or '.join(patterns)}; the dataset has {abridge(in_order)}"
-        )
+        raise UserError(f"data.path={path}: no file matches {' or '.join(patterns)}; it has {abridge(in_order)}")
     refuse_splits(path, files, f"{DATASETS}{repository}/")
     return files
 

@@ -137,9 +137,7 @@ def _windows(settings: JsonView, family: HfFamily, layers: int) -> JsonDict:
         return {"window": None}
     if family.windows == "all":
         if "full_attention" in types:
-            raise UnsupportedError(
-                f"layer_types: sliding_window of {family.model_type} does not support full_attention"
-            )
+            raise UnsupportedError(f"layer_types: a window of {family.model_type} does not support full_attention")
         types = []
     elif not types:
         first = read(settings, "max_window_layers", Annotated[int, Field(ge=0)], 28)

@@ -52,18 +52,14 @@ class Rope(Section):
     low_frequency: Positive = setting(
         1.0, "llama3: frequencies below this many turns in original_length are divided by factor"
     )
-    high_frequency: Positive = setting(
-        4.0, "llama3: frequencies above this many turns in original_length do not change"
-    )
-    beta_fast: Positive = setting(32.0, "yarn: frequencies above this many turns in original_length do not change")
+    high_frequency: Positive = setting(4.0, "llama3: frequencies above this many turns in original_length are kept")
+    beta_fast: Positive = setting(32.0, "yarn: frequencies above this many turns in original_length are kept")
     beta_slow: Positive = setting(
         1.0, "yarn: frequencies below this many turns in original_length are divided by factor"
     )
     truncate: bool = setting(True, "yarn: round the bounds of interpolated frequencies to integers")
-    short_factors: ListOf[Positive] = setting(
-        (), "longrope: divisors of frequencies in documents up to original_length"
-    )
-    long_factors: ListOf[Positive] = setting((), "longrope: divisors of frequencies in longer documents")
+    short_factors: ListOf[Positive] = setting((), "longrope: frequency divisors in documents up to original_length")
+    long_factors: ListOf[Positive] = setting((), "longrope: frequency divisors in longer documents")
     attention_factor: Positive | None = setting(
         None,
         "factor on cosine and sine; null: 0.1 ln(factor) + 1 (yarn), "
@@ -245,9 +241,7 @@ class Convnet(ImageInput):
     """Residual convolutions with normalization and pooling between stages."""
 
     family: Literal["convnet"] = setting("convnet", _FAMILY)
-    stages: Annotated[tuple[Count, ...], Field(strict=False, min_length=1)] = setting(
-        (32, 64), "channels of each stage"
-    )
+    stages: Annotated[tuple[Count, ...], Field(strict=False, min_length=1)] = setting((32, 64), "channels per stage")
     blocks: Count = setting(2, "residual blocks per stage")
     dropout: Fraction = setting(0.0, _DROPOUT)
 

@@ -94,9 +94,7 @@ class QGaLoreSettings(GaLoreSettings):
 @dataclass(frozen=True)
 class Entry:
     settings: type
-    implementation: (
-        str | Callable[..., optax.GradientTransformation]
-    )  # module:function in jaxmem.optim.rules, or the function
+    implementation: str | Callable[..., optax.GradientTransformation]  # module:function in optim.rules, or a function
     summary: str  # the method, and bytes of state per parameter
 
     @cached_property  # a search checks thousands of configs
@@ -110,7 +108,7 @@ OPTIMIZERS = {
     "adam": Entry(AdamSettings, "plain:scale_by_adam", "AdamW without weight decay."),
     "sgd": Entry(SgdSettings, "plain:trace", "No state; with momentum one value in the dtype of the weights."),
     "lion": Entry(
-        LionSettings, "plain:scale_by_lion", "One moment; updates are signs: a third of Adam's rate or less."
+        LionSettings, "plain:scale_by_lion", "One moment; updates are signs: use at most a third of Adam's rate."
     ),
     "adafactor": Entry(AdafactorSettings, "adafactor:scale_by_adafactor", "Sums of rows and columns: almost no state."),
     "adam_mini": Entry(AdamWSettings, "adam_mini:scale_by_adam_mini", "AdamW, one second moment per neuron: 4 bytes."),

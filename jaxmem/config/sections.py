@@ -169,7 +169,7 @@ class Precision(Section):
         "stored next to bfloat16 weights: a float32 copy, its lower 16 bits (remainder16), or 8 of these (remainder8)",
     )
     rounding: Literal["auto", "nearest", "stochastic"] = setting(
-        "auto", "rounding of updates; auto: stochastic if quantized"
+        "auto", "rounding of updated weights; auto: stochastic if they are quantized"
     )
     loss_scale: Literal["none", "dynamic"] | Positive = setting(
         "none", "loss scaling against underflow of gradients: dynamic, or a constant factor"
@@ -208,7 +208,7 @@ class Checkpoint(Section):
     """Where, when and how many checkpoints are saved."""
 
     path: str | None = setting(
-        None, "directory or bucket (gs://, s3://), saves in PATH/NAME; null: the run's directory"
+        None, "directory or bucket (gs://, s3://); checkpoints are saved in PATH/NAME; null: the directory of the run"
     )
     every: Count | None = setting(None, "updates between two checkpoints; the last update is always saved")
     keep: Count = setting(3, "number of checkpoints to keep")
