@@ -213,6 +213,9 @@ def check_adapter(cfg: Config) -> Iterator[str]:
         yield 'adapter.kind=patterns requires adapter.targets; use patterns of weight names such as ["blocks[-2:].*"]'
     if adapter.kind == "patterns" and isinstance(adapter.targets, dict):
         yield unsupported(kind, "ranks in adapter.targets", "a list of patterns")
+    if adapter.kind == "prompt" and isinstance(cfg.model, Decoder) and cfg.data.packing:
+        # Only the first document of a row would attend to the prompt.
+        yield unsupported(kind, "data.packing=true", "data.packing=false")
     field = "blocks" if isinstance(cfg.model, Convnet) else "layers"
     layers = getattr(cfg.model, field, adapter.layers)
     if adapter.kind == "last_layers" and adapter.layers > layers:
