@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for editors and type checkers; `__getattr__` imports the same names when they are first used
     from jaxmem.checkpoint.manager import Checkpoints
     from jaxmem.config.load import load_config
-    from jaxmem.config.register import register_optimizer
+    from jaxmem.config.optimizers import register_optimizer
     from jaxmem.config.sections import Config
     from jaxmem.data.loader import Loader
     from jaxmem.errors import UserError
@@ -47,7 +47,7 @@ _NAMES = {
     "plan": "jaxmem.planning.result:plan",
     "program": "jaxmem.step.programs:program",
     "register_model": "jaxmem.models:register_model",
-    "register_optimizer": "jaxmem.config.register:register_optimizer",
+    "register_optimizer": "jaxmem.config.optimizers:register_optimizer",
     "simulate": "jaxmem.machine.devices:simulate",
     "train": "jaxmem.training.run:run",
 }

@@ -42,11 +42,9 @@ def _is_control(character: str) -> bool:
 def _readable(line: str) -> str:
     """A line of limited length."""
     line = escaped(line)
-    return (
-        line
-        if len(line) <= MAX_LINE_LENGTH
-        else f"{line[: MAX_LINE_LENGTH * 2 // 3]} ... {line[-MAX_LINE_LENGTH // 3 :]}"
-    )
+    if len(line) <= MAX_LINE_LENGTH:
+        return line
+    return f"{line[: MAX_LINE_LENGTH * 2 // 3]} ... {line[-MAX_LINE_LENGTH // 3 :]}"
 
 
 class TemporaryError(UserError):

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from jaxmem import __version__
-from jaxmem.cli import inference, info, planning, training
+from jaxmem.cli import inference, planning, training
 from jaxmem.errors import UserError, escaped, one_of
 from jaxmem.machine.devices import collect_garbage_rarely
 from jaxmem.machine.files import as_user_error
@@ -51,9 +51,9 @@ app.command()(inference.evaluate)
 app.command()(inference.export)
 app.command()(training.tokenize)
 app.command(context_settings={"allow_interspersed_args": False})(training.launch)
-app.command()(info.report)
-app.command()(info.doctor)
-app.command()(info.schema)
+app.command()(training.report)
+app.command()(training.doctor)
+app.command()(training.schema)
 
 PYDANTIC = {  # its texts for options, and jaxmem's
     "Input should be greater than or equal to": "must be at least",
@@ -99,10 +99,8 @@ def _place_of(option: str, context: typer.Context, arguments: list[str]) -> str:
     from jaxmem.config.explain import key_of_option
 
     commands = getattr(context.parent and context.parent.command, "commands", {})
-    options = {
-        name: [opt for parameter in command.params for opt in parameter.opts] for name, command in commands.items()
-    }
-    known = {opt for opts in options.values() for opt in opts if opt.startswith("--")}
+    options = {name: [word for option in command.params for word in option.opts] for name, command in commands.items()}
+    known = {word for words in options.values() for word in words if word.startswith("--")}
     if option not in known and any(parameter.name == "overrides" for parameter in context.command.params):
         if "." in option:
             place = next(index for index, argument in enumerate(arguments) if argument.startswith(option))
@@ -111,5 +109,5 @@ def _place_of(option: str, context: typer.Context, arguments: list[str]) -> str:
         if hint := key_of_option(option):
             return hint
     close = difflib.get_close_matches(option.replace("_", "-"), known, n=1)
-    having = [name for name, opts in options.items() if close and close[0] in opts]
+    having = [name for name, words in options.items() if close and close[0] in words]
     return f"{close[0]} is an option of jaxmem {one_of(having)}" if having and context.info_name not in having else ""

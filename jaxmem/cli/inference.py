@@ -140,9 +140,7 @@ def export(
         ),
     ] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="Write only the adapters, for PEFT.")] = False,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Write the weights with the adapters merged into them.")
-    ] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Write weights with the adapters merged into them.")] = False,
     simulate: Simulate = None,
 ) -> None:
     """Export a model for transformers, llama.cpp (GGUF) or PEFT."""

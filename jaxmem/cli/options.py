@@ -35,9 +35,7 @@ ConfigOutput = Annotated[
     ),
 ]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, e.g. runs/demo.")]
-Model = Annotated[
-    Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="The directory of a run, or a Hugging Face model.")
-]
+Model = Annotated[Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="The directory of a run or a Hugging Face model.")]
 Target = Annotated[
     str | None,
     typer.Option(
@@ -46,9 +44,7 @@ Target = Annotated[
     ),
 ]
 Simulate = Annotated[int | None, typer.Option(metavar="N", min=1, help="Use N simulated CPU devices.")]
-Reserve = Annotated[
-    float | None, typer.Option(metavar="GIB", min=0.0, help="GiB of each GPU to keep free for CUDA and NCCL.")
-]
+Reserve = Annotated[float | None, typer.Option(metavar="GIB", min=0.0, help="GiB of each GPU kept for CUDA and NCCL.")]
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page of the memory over a step.")]
 Png = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a figure of the memory over a step.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

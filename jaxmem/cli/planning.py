@@ -62,15 +62,11 @@ def plan(
             report.write_page(planned, html)
         if png:
             report.write_figure(planned, png)
+    show(planned.as_json() if as_json else planned.table())
     if write:
         from jaxmem.config.load import save_settings
 
         save_settings(cfg, write)
-    if as_json:
-        show(planned.as_json())
-    else:
-        show(planned.table())
-    if write:
         say(f"wrote {write}" + (f"; next: {_train_command(write, cfg)}" if planned.fits else ""), file=sys.stderr)
     if planned.target.gpu and not devices.has_nvidia_gpu():
         _note_once(
@@ -113,10 +109,10 @@ def fit(
 
     For a model, compare all training methods, or those of --method full,lora. If nothing fits, the exit code is 3.
     """
-    sizes: JsonDict = {"method": method, "sequence_length": sequence_length, "batch": batch}
+    sizes: JsonDict = {"sequence_length": sequence_length, "batch": batch}
     _check_files({"--write": write})
     first, *others = (name.strip() for name in method.split(",")) if method else [None]
-    cfg = _config(source, overrides, target, None, **sizes | {"method": first})
+    cfg = _config(source, overrides, target, None, method=first, **sizes)
     if target is not None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no local device is used
     from jaxmem.config.methods import is_model
@@ -137,7 +133,7 @@ def fit(
         if maximize:
             result = largest.maximize(cfg, maximize, target, **limits)
         else:
-            given = {"overrides": overrides or [], **sizes}
+            given = {"overrides": overrides or [], "method": method, **sizes}
             result = fit.fit(source, target, compiles=compiles, progress=_progress, **limits, **given)
         if result.best and write:
             result.write(write)

@@ -37,9 +37,8 @@ def fit_command(
     return shlex.join(["jaxmem", "fit", *command_line(source, settings), *words])
 
 
-def load(config: Path, overrides: list[str] | None, simulate: int | None, *, only_compile: bool = False) -> Config:
-    """The config of a file or of a run's directory, which is checked before jax is imported. Also chooses its
-    devices."""
+def load(config: Path, overrides: list[str] | None, simulate: int | None) -> Config:
+    """The checked config of a file or of a run's directory. Also chooses its devices, before jax is imported."""
     from jaxmem.config.hub import is_gguf
     from jaxmem.config.load import load_config
     from jaxmem.config.presets import preset_of
@@ -59,11 +58,9 @@ def load(config: Path, overrides: list[str] | None, simulate: int | None, *, onl
     if is_run and cfg.checkpoint.path is not None:
         before = load_config(config, is_run=True).name
         if cfg.name == place.name != before:
-            raise UserError(
-                f"{place} was renamed from {before}, the name of its checkpoints in {cfg.checkpoint.path}; name it"
-                f" {before} again"
-            )
-    take_devices(simulate, only_compile=only_compile)
+            checkpoints = f"its checkpoints in {cfg.checkpoint.path}"
+            raise UserError(f"{place} was renamed from {before}, the name of {checkpoints}; name it {before} again")
+    take_devices(simulate)
     return cfg
 
 

@@ -1,12 +1,12 @@
-"""`jaxmem train`, `jaxmem launch` for several processes on one host, and `jaxmem tokenize`."""
+"""`jaxmem train`, and the commands around it: `launch`, `tokenize`, `report`, `doctor` and `schema`."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from jaxmem.cli.options import ConfigFile, Overrides, Simulate
-from jaxmem.cli.start import fit_command, is_first_process, joined, load
+from jaxmem.cli.options import ConfigFile, Json, Overrides, Png, Run, Simulate
+from jaxmem.cli.start import fit_command, is_first_process, joined, load, only_json, show
 from jaxmem.machine.terminal import say
 from jaxmem.training.signals import requeued_before_training
 
@@ -66,3 +66,30 @@ def tokenize(
         written = tokenize(cfg, output, lambda done, total: progress.update(task, completed=done, total=total))
     say(f"{output}: {written['tokens']:,} tokens from {written['records']:,} records")
     say(f"train on it with: data.source=tokens data.path={output}")
+
+
+def report(
+    run: Run,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="HTML file. [default: RUN/report.html]")] = None,
+    png: Png = None,
+) -> None:
+    """Write an HTML page about a run: plan, memory, loss curves."""
+    from jaxmem.report import report_run
+
+    say(report_run(run, html, png))
+
+
+def doctor(as_json: Json = False) -> None:
+    """Check the driver, packages and devices of this machine."""
+    from jaxmem.machine import doctor
+
+    with only_json(as_json):
+        findings = doctor.examine()
+    show(findings if as_json else doctor.table(findings))
+
+
+def schema() -> None:
+    """Print the JSON schema of a config."""
+    from jaxmem.config.schema import json_schema
+
+    show(json_schema())

@@ -42,9 +42,7 @@ class Adapter(Section):
     )
     rank: Count = setting(16, "rank of the added matrices")
     alpha: Positive = setting(16.0, "the output of an adapter is scaled by alpha / rank")
-    alpha_pattern: Alphas | None = setting(
-        None, "another alpha for some layers, {pattern: alpha}; the first match applies"
-    )
+    alpha_pattern: Alphas | None = setting(None, "alpha of some layers, {pattern: alpha}; the first match applies")
     rslora: bool = setting(False, "scale by alpha / sqrt(rank) (rsLoRA)")
     lora_bias: bool = setting(False, "add a trainable bias to the output of B")
     shared_a: bool = setting(False, "the experts of a layer share A; each has its own B")
@@ -53,20 +51,14 @@ class Adapter(Section):
         "patterns of layers (blocks[-2:].*: the last two), or {pattern: rank}, where the first match applies;"
         " with adapter.kind=patterns: patterns of weight names",
     )
-    dropout: Fraction = setting(
-        0.0, "dropout of the input of an adapter in a block; adapters of other layers have none"
-    )
+    dropout: Fraction = setting(0.0, "dropout of the inputs of adapters in blocks; adapters of other layers have none")
     base: StoredFormat | None = setting(
         None,
         "stored format of the frozen weights; null: with qlora the format of model.hf if it is quantized, else nf4;"
         " with other kinds precision.parameters",
     )
-    experts: StoredFormat | None = setting(
-        None, "stored format of the frozen weights of experts, e.g. mxfp4 for gpt-oss; null: as in base"
-    )
-    embeddings: StoredFormat | None = setting(
-        None, "stored format of frozen embeddings and output projection, e.g. bfloat16 as in peft; null: as in base"
-    )
+    experts: StoredFormat | None = setting(None, "stored format of frozen experts, e.g. mxfp4; null: as base")
+    embeddings: StoredFormat | None = setting(None, "stored format of frozen embedding and output; null: as base")
     double_quant: bool = setting(True, "quantize the scales of a quantized base to 8 bits")
     hf: str | None = setting(
         None, "a PEFT directory; sets the initial adapters, and the fields of this section that are not set"
@@ -74,9 +66,7 @@ class Adapter(Section):
     lora_plus_ratio: Positive = setting(1.0, "learning rate of B divided by the learning rate of A (LoRA+)")
     virtual_tokens: Count = setting(20, "trainable tokens before each sequence")
     layers: Count = setting(1, "number of last layers to train")
-    base_run: str | None = setting(
-        None, "directory of a run with the frozen weights; null: model.hf, or random weights"
-    )
+    base_run: str | None = setting(None, "a run with the frozen weights; null: model.hf, or random weights")
 
     def trainable_patterns(self, model: Family) -> tuple[str, ...]:
         """Patterns of the names of the parameters of a model that `kind` trains; empty: all."""
@@ -106,12 +96,11 @@ class LowRank(NamedTuple):
 def low_rank_layers(settings: Adapter, name: str, layers: int | None, total: int = 0) -> tuple[LowRank | None, ...]:
     """The adapter of each layer of a stack, or of a single layer (`layers`=None); None for a layer without adapter.
     `total`: the layers of the model, if `name` contains the layers of a stack."""
-
     alphas = settings.alpha_pattern or {}
     name, stack = split_stack(name)
     total_layers = layers if stack is None else total
 
-    def of(layer: int) -> LowRank | None:
+    def adapter_of(layer: int) -> LowRank | None:
         pattern = _first(settings.targets, name, layer, total_layers)
         if pattern is None:
             return None
@@ -120,7 +109,7 @@ def low_rank_layers(settings: Adapter, name: str, layers: int | None, total: int
         alpha = settings.alpha if matched is None else alphas[matched]
         return LowRank(rank, alpha, alpha / (math.sqrt(rank) if settings.rslora else rank))
 
-    return tuple(map(of, range(layers or 1) if stack is None else stack))
+    return tuple(map(adapter_of, range(layers or 1) if stack is None else stack))
 
 
 def is_match(pattern: str, name: str, layer: int, layers: int | None) -> bool:
@@ -129,8 +118,9 @@ def is_match(pattern: str, name: str, layer: int, layers: int | None) -> bool:
     >>> is_match("blocks[-1:].*.q", "blocks.attention.q", 3, 4), is_match("head", "head", 0, None)
     (True, True)
     """
-    plain, some = split_layers(pattern)
-    return fnmatchcase(name, plain) and (some is None or (layers is not None and layer in range(layers)[some]))
+    names, selected = split_layers(pattern)
+    is_selected = selected is None or (layers is not None and layer in range(layers)[selected])
+    return is_selected and fnmatchcase(name, names)
 
 
 def _first(patterns: Iterable[str], name: str, layer: int, layers: int | None) -> str | None:

@@ -39,10 +39,10 @@ class Section(BaseModel):
     def replace(self, **values: Any) -> Self:
         """A copy with these values, which are not validated. A dict replaces fields of a nested section:
         `cfg.replace(memory={"remat": "full"})`."""
-        nested = {name: getattr(self, name) for name, value in values.items() if isinstance(value, dict)}
-        return self.model_copy(
-            update=values | {name: section.replace(**values[name]) for name, section in nested.items()}
-        )
+        for name, value in values.items():
+            if isinstance(value, dict):
+                values[name] = getattr(self, name).replace(**value)
+        return self.model_copy(update=values)
 
 
 def setting(default: object, description: str) -> Any:
@@ -82,9 +82,9 @@ class NameIn:
         return {"enum": list(self.table), "type": "string"}
 
     def _check(self, value: object) -> str:
-        if not isinstance(value, str) or value not in self.table:
+        if str(value) not in self.table:
             raise PydanticKnownError("literal_error", {"expected": ", ".join(f"'{name}'" for name in self.table)})
-        return value
+        return str(value)
 
 
 def must_be(errors: Iterable[ErrorDetails]) -> str:

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import PurePath
 
 from jaxmem.config.adapter import LOW_RANK
-from jaxmem.config.combinations import OF_SOURCES, value_of
+from jaxmem.config.combinations import SOURCES_OF, value_of
 from jaxmem.config.mesh import head_group_counts
 from jaxmem.config.names import (
     BOUNDARY,
@@ -41,12 +41,10 @@ def check_data(cfg: Config) -> Iterator[str]:
             value = getattr(data, field)
             if value != info.default:
                 yield f"data.{field}={as_yaml(value)} has no effect with data.mixture; use data.mixture[0].{field}"
-    elif data.weight != Source().weight:
-        yield f"data.weight={data.weight:g} requires data.mixture; remove data.weight"
     if data.streaming:
         yield from _streaming(data, kinds)
-    if cfg.objective.name == "dpo" and cfg.batch.global_size // cfg.batch.accumulate % 2:
-        rows = cfg.batch.global_size // cfg.batch.accumulate
+    rows = cfg.batch.global_size // cfg.batch.accumulate
+    if cfg.objective.name == "dpo" and rows % 2:
         given = f"batch.global_size={cfg.batch.global_size} with batch.accumulate={cfg.batch.accumulate}"
         even = f"batch.global_size={(rows + 1) * cfg.batch.accumulate}"
         yield f"{given} has {rows} sequences per micro-batch; objective.name=dpo requires an even number; use {even}"
@@ -83,8 +81,8 @@ def _text(data: Data, model: Decoder, kinds: set[str]) -> Iterator[str]:
         yield f"{given}; use model.vocab={BYTE_VOCAB} or set data.tokenizer"
     for field in ("on_overlong", "on_invalid"):
         value = getattr(data, field)
-        having = OF_SOURCES[f"data.{field}"][1]
-        if not kinds & {*having} and value != getattr(Data(), field):
+        having = SOURCES_OF[field]
+        if kinds.isdisjoint(having) and value != getattr(Data(), field):
             yield required(f"data.{field}={value}", "data.source", having, data.source)
     if "chat" in kinds and data.tokenizer == "bytes" and data.chat_template is None:
         use = "set it to a Jinja file, or set data.tokenizer to the tokenizer of a chat model"
@@ -94,7 +92,7 @@ def _text(data: Data, model: Decoder, kinds: set[str]) -> Iterator[str]:
 def _source(cfg: Config, key: str, source: Source) -> Iterator[str]:
     """Errors in one source. `key`: `data`, or `data.mixture[0]`."""
     kind = source.source
-    given = f"{key}.source={source.source}"
+    given = f"{key}.source={kind}"
     is_dpo = cfg.objective.name == "dpo"
     is_text = cfg.reads_text
     if (kind == "preference") != is_dpo and is_text:
@@ -108,7 +106,7 @@ def _source(cfg: Config, key: str, source: Source) -> Iterator[str]:
         yield unsupported(given, f"{key}.path={source.path}", f"{key}.source={other}")
     for field in ("path", "field"):
         value = getattr(source, field)
-        having = OF_SOURCES[f"data.{field}"][1]
+        having = SOURCES_OF[field]
         if kind not in having and value != getattr(Source(), field):
             yield required(f"{key}.{field}={value}", f"{key}.source", having, kind)
     if (source.kind.contents == "images") == is_text:
@@ -147,7 +145,7 @@ def _names(cfg: Config) -> Iterator[str]:
 
 def _offload(cfg: Config) -> Iterator[str]:
     memory = cfg.memory
-    remat = f"memory.remat={cfg.memory.remat}"
+    remat = f"memory.remat={memory.remat}"
     offload = f"memory.offload={as_yaml(memory.offload)}"
     away = offloaded_activations(memory.offload)
     if away:
@@ -161,28 +159,24 @@ def _offload(cfg: Config) -> Iterator[str]:
         yield f"{offload} has no effect: sgd with optimizer.momentum=0 has no state; use memory.offload=none"
     if is_offloaded(memory.offload, "frozen") and not cfg.trainable_patterns:
         yield f"{offload} has no effect: all parameters are trainable; use memory.offload=none or optimizer"
-    named = [name for name in away if name != BOUNDARY]
-    if named and is_scheduled(memory.remat):
+    if set(away) - {BOUNDARY} and is_scheduled(memory.remat):
         yield unsupported(offload, remat, "memory.remat=full")
-    for key, hidden in CHUNKED:
-        chunk = getattr(memory, key)
-        if chunk not in ("auto", 1) and set(named) & set(hidden):
-            yield unsupported(offload, f"memory.{key}={chunk}", f"memory.{key}=auto")
 
 
 def _chunks(cfg: Config) -> Iterator[str]:
-    """Conflicts of chunks with `memory.remat.save`: a saved activation would have to exist completely."""
+    """Conflicts of chunks with activations that are saved or offloaded, which would have to exist completely."""
     model = cfg.model
     memory = cfg.memory
-    if not isinstance(model, Decoder | Vit):
-        return
+    stored = {name: f"memory.offload={as_yaml(memory.offload)}" for name in offloaded_activations(memory.offload)}
+    if isinstance(memory.remat, Save):
+        stored |= {name: f"memory.remat.save={name}" for name in memory.remat.save}
     for key, hidden in CHUNKED:
         chunk = getattr(memory, key)
-        remat = memory.remat
-        if isinstance(remat, Save) and chunk != "auto" and (key == "mlp_chunk" or chunk != 1):
-            for name in (name for name in remat.save if name in hidden):
-                yield unsupported(f"memory.{key}={chunk}", f"memory.remat.save={name}", f"memory.{key}=auto")
-    if isinstance(memory.head_groups, int):
+        if chunk == "auto" or (key == "head_groups" and chunk == 1):
+            continue
+        for setting in dict.fromkeys(setting for name, setting in stored.items() if name in hidden):
+            yield unsupported(f"memory.{key}={chunk}", setting, f"memory.{key}=auto")
+    if isinstance(memory.head_groups, int) and isinstance(model, Decoder | Vit):
         known = head_group_counts(model.heads, model.kv_heads if isinstance(model, Decoder) else model.heads)
         if memory.head_groups not in known:
             near = nearest_numbers(memory.head_groups, known)
@@ -191,25 +185,21 @@ def _chunks(cfg: Config) -> Iterator[str]:
 
 
 def _update(cfg: Config) -> Iterator[str]:
-    """Settings that `memory.update=during` does not support if there are several micro-batches. With pipeline stages it
-    supports them: a stage updates the weights of a layer in the backward pass of the last micro-batch."""
+    """What `memory.update=during` does not support with several micro-batches, except with pipeline stages: a stage
+    updates the weights of a layer in the backward pass of the last micro-batch."""
     if cfg.memory.update != "during" or cfg.batch.accumulate == 1 or cfg.mesh.stage != 1:
         return
-    remat = cfg.memory.remat
-    accumulate = f"batch.accumulate={cfg.batch.accumulate}"
+    memory = cfg.memory
+    given = f"memory.update=during with batch.accumulate={cfg.batch.accumulate}"
     # A layer is updated after all micro-batches, so the saved activations of all of them must exist at once.
-    pairs = [
-        (is_scheduled(remat), f"memory.remat={remat}", "memory.remat=none, full, dots or {save: [names]}"),
-        (
-            offloaded_activations(cfg.memory.offload),
-            f"memory.offload={as_yaml(cfg.memory.offload)}",
-            "memory.offload=none",
-        ),
-        (cfg.objective.name == "dpo", "objective.name=dpo", "batch.accumulate=1"),
-    ]
-    for is_wrong, other, use in pairs:
-        if is_wrong:
-            yield unsupported("memory.update=during", f"{accumulate} with {other}", f"{use}, or memory.update=after")
+    if is_scheduled(memory.remat):
+        use = "memory.remat=none, full, dots or {save: [names]}, or memory.update=after"
+        yield unsupported(given, f"memory.remat={memory.remat}", use)
+    if offloaded_activations(memory.offload):
+        use = "memory.offload=none, or memory.update=after"
+        yield unsupported(given, f"memory.offload={as_yaml(memory.offload)}", use)
+    if cfg.objective.name == "dpo":
+        yield unsupported(given, "objective.name=dpo", "batch.accumulate=1, or memory.update=after")
 
 
 def check_adapter(cfg: Config) -> Iterator[str]:
@@ -226,10 +216,10 @@ def check_adapter(cfg: Config) -> Iterator[str]:
     if adapter.kind == "prompt" and isinstance(cfg.model, Decoder) and cfg.data.packing:
         # Only the first document of a row would attend to the prompt.
         yield unsupported(kind, "data.packing=true", "data.packing=false")
-    layers = cfg.model.blocks if isinstance(cfg.model, Convnet) else getattr(cfg.model, "layers", adapter.layers)
+    field = "blocks" if isinstance(cfg.model, Convnet) else "layers"
+    layers = getattr(cfg.model, field, adapter.layers)
     if adapter.kind == "last_layers" and adapter.layers > layers:
-        of = "blocks of the last stage" if isinstance(cfg.model, Convnet) else "layers of the model"
-        yield f"adapter.layers={adapter.layers} exceeds the {layers} {of}; use adapter.layers={layers} or less"
+        yield f"adapter.layers={adapter.layers} exceeds model.{field}={layers}; use adapter.layers={layers} or less"
     yield from _base(cfg)
     if isinstance(cfg.model, Decoder):
         yield from _vocabulary(cfg, cfg.model)
@@ -237,10 +227,10 @@ def check_adapter(cfg: Config) -> Iterator[str]:
 
 def check_some_layers(cfg: Config) -> Iterator[str]:
     """Errors in patterns that select layers by number, in `adapter` or in `optimizer.trainable`."""
-    some = [pattern for pattern in cfg.trainable_patterns if LAYER_RANGE.search(pattern)]
-    if not some:
+    pattern = next(filter(LAYER_RANGE.search, cfg.trainable_patterns), None)
+    if pattern is None:
         return
-    trainable = f"training only some layers ({some[0]})"
+    trainable = f"training only some layers ({pattern})"
     if cfg.mesh.stage != 1:
         yield unsupported(f"mesh.stage={cfg.mesh.stage}", trainable, "mesh.stage=1, or a pattern of all layers")
     if cfg.memory.update == "during":
@@ -264,12 +254,11 @@ def _base(cfg: Config) -> Iterator[str]:
 
 def _vocabulary(cfg: Config, model: Decoder) -> Iterator[str]:
     kind = f"adapter.kind={cfg.adapter.kind}"
-    adapts = {name: _is_target(cfg, name) for name in ("embedding", "head")}
-    if adapts["embedding"] and model.tie_embeddings:
+    if _is_target(cfg, "embedding") and model.tie_embeddings:
         # An adapter of the embedding would not change the output projection.
         other = "adapter.targets that match embedding, with model.tie_embeddings=true"
         yield unsupported(kind, other, "targets such as blocks.*")
-    if adapts["head"] and cfg.memory.loss_chunk != "auto":
+    if _is_target(cfg, "head") and cfg.memory.loss_chunk != "auto":
         use = "memory.loss_chunk=auto, or targets such as blocks.*"
         yield unsupported(f"memory.loss_chunk={cfg.memory.loss_chunk}", "adapter.targets that match head", use)
 

@@ -10,18 +10,13 @@ from jaxmem.config.optimizers import OPTIMIZERS
 from jaxmem.config.sections import SOURCES, Config
 from jaxmem.errors import as_yaml, required, unsupported
 
-NEEDS_PATH = tuple(name for name, kind in SOURCES.items() if kind.needs_path)
-HAS_FIELDS = tuple(name for name, kind in SOURCES.items() if kind.has_field)
-CHATS = tuple(name for name, kind in SOURCES.items() if kind.contents in ("chat", "pairs"))
-OF_TEXTS = tuple(name for name, kind in SOURCES.items() if kind.contents in ("text", "chat", "pairs"))
-OF_SOURCES = {  # as `requirements`, for keys that `data` and each source of `data.mixture` have
-    "data.path": ("data.source", NEEDS_PATH),
-    "data.field": ("data.source", HAS_FIELDS),
-    "data.on_overlong": ("data.source", CHATS),
-    "data.on_invalid": ("data.source", OF_TEXTS),
+SOURCES_OF = {  # keys of `data` that have an effect only with some sources: these sources
+    "path": tuple(name for name, kind in SOURCES.items() if kind.needs_path),
+    "field": tuple(name for name, kind in SOURCES.items() if kind.has_field),
+    "on_overlong": tuple(name for name, kind in SOURCES.items() if kind.contents in ("chat", "pairs")),
+    "on_invalid": tuple(name for name, kind in SOURCES.items() if kind.contents in ("text", "chat", "pairs")),
 }
 _TABLES = read_table("combinations")
-EXCLUSIVE_KEYS = (("model.hf", "model.preset"), ("adapter.base_run", "model.hf"))  # keys of which only one may be set
 
 
 def requirements() -> dict[str, tuple[str, tuple[str, ...]]]:
@@ -46,14 +41,8 @@ def check_combinations(cfg: Config) -> Iterator[str]:
         if value != info.default and actual not in values:
             yield required(f"{key}={as_yaml(value)}", other, values, actual)
     for setting, key, use in _TABLES["needs"]:
-        given = _matching(cfg, setting)
-        if given and value_of(cfg, key) is None:
+        if (given := _matching(cfg, setting)) and not value_of(cfg, key):
             yield f"{given} requires {key}; {use}"
-    for key, other in EXCLUSIVE_KEYS:
-        value = value_of(cfg, key)
-        another = value_of(cfg, other)
-        if value is not None and another is not None:
-            yield f"{key}={value} and {other}={another} are both set; remove one of them"
     for setting, excluded, use in _TABLES["conflicts"]:
         given = _matching(cfg, setting)
         other = _matching(cfg, excluded)

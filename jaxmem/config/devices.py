@@ -3,7 +3,6 @@
 Each error ends with the nearest sizes or meshes that are possible, as overrides. All of them have been checked.
 """
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -38,18 +37,21 @@ def for_devices(cfg: Config, n: int) -> Config:
 
 def resolve(cfg: Config, n: int) -> tuple[Config, list[str]]:
     """The config with its mesh filled in for n devices, and a line for each size that is not divisible by it."""
-    axes = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES}
-    fixed = math.prod(size for size in axes.values() if size != -1)
-    shown = " x ".join(f"mesh.{axis}={size}" for axis, size in axes.items() if size != 1 or axis not in ON_REQUEST)
-    if -1 in axes.values():
-        axis = next(axis for axis, size in axes.items() if size == -1)
+    sizes = cfg.mesh.sizes
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    shown = cfg.mesh.shown(axis for axis, size in sizes.items() if size != 1 or axis not in ON_REQUEST)
+    if (axis := _unset_axis(cfg)) is not None:
         if n % fixed:
             return cfg, [f"mesh.{axis}=-1 requires a multiple of {fixed} devices; found {n} ({shown})"]
-        axes[axis] = n // fixed
+        sizes[axis] = n // fixed
     elif fixed != n:
         return cfg, [f"{shown} needs {fixed} devices; found {n}"]
-    resolved = cfg.replace(mesh=axes)
+    resolved = cfg.replace(mesh=sizes)
     return resolved, list(_indivisible(resolved))
+
+
+def _unset_axis(cfg: Config) -> str | None:
+    return next((axis for axis, size in cfg.mesh.sizes.items() if size == -1), None)
 
 
 def batch_step(cfg: Config) -> int:
@@ -61,22 +63,18 @@ def batch_step(cfg: Config) -> int:
 def _elastic(cfg: Config, n: int) -> Config:
     """The config on n devices instead of the number that its mesh has: `replica` or `fsdp` changes, and no device has
     more rows per micro-batch than before. The config itself if no such mesh is possible."""
-    axes = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES}
-    batch = cfg.batch
-    if -1 in axes.values():
-        axis = next(axis for axis, size in axes.items() if size == -1)
+    if (axis := _unset_axis(cfg)) is not None:
         raise UserError(f"cluster.elastic=true does not support mesh.{axis}=-1; set its size with all devices")
-    if math.prod(axes.values()) == n:
+    if cfg.mesh.count(MESH_AXES) == n:
         return cfg
-    most = batch.global_size // (batch.accumulate * cfg.mesh.row_shards)
-    for changed in [{"replica": 0}] * (axes["replica"] > 1) + [{"replica": 1, "fsdp": 0}]:
-        fixed = math.prod(size for size in (axes | changed).values() if size)
-        mesh = {axis: size or n // fixed for axis, size in (axes | changed).items()}
-        for count in divisors(batch.global_size) if n % fixed == 0 else ():
-            candidate = cfg.replace(mesh=mesh, batch={"accumulate": count})
-            is_small = batch.global_size <= most * count * candidate.mesh.row_shards
-            problems = itertools.chain(check_combinations(candidate), _indivisible(candidate))
-            if is_small and next(problems, None) is None:
+    size = cfg.batch.global_size
+    most = size // (cfg.batch.accumulate * cfg.mesh.row_shards)
+    meshes = [{"replica": -1}] if cfg.mesh.replica > 1 else []
+    for mesh in (*meshes, {"replica": 1, "fsdp": -1}):
+        for accumulate in divisors(size):
+            candidate, problems = resolve(cfg.replace(mesh=mesh, batch={"accumulate": accumulate}), n)
+            problems += check_combinations(candidate)
+            if not problems and size <= most * accumulate * candidate.mesh.row_shards:
                 return candidate
     return cfg
 
@@ -89,31 +87,28 @@ def _indivisible(cfg: Config) -> Iterator[str]:
     rows = batch.global_size // batch.accumulate
     step = batch_step(cfg)
     if rows % (step // batch.accumulate):
-        over = " x ".join(
-            [f"mesh.{axis}={getattr(mesh, axis)}" for axis in BATCH_AXES if axis != "expert" or mesh.expert > 1]
-            + ["2 rows per pair"] * (cfg.objective.name == "dpo")
-        )
+        over = mesh.shown(axis for axis in BATCH_AXES if axis != "expert" or mesh.expert > 1)
+        over += " x 2 rows per pair" if cfg.objective.name == "dpo" else ""
         near = nearest_numbers(batch.global_size, range(step, batch.global_size + step + 1, step))
         given = f"batch.global_size={batch.global_size} with batch.accumulate={batch.accumulate}"
         yield f"{given} has {rows} rows per micro-batch, not a multiple of {over}; use batch.global_size={near}"
     for axis, counts in _divisible_dims(cfg.model, cfg.rules, cfg.zero).items():
         # Arrays that are sharded over `fsdp` are sharded over `expert` and `context` too.
-        along = [
-            name for name in ("expert", "context", *cfg.rules.optimizer) if axis == "fsdp" and getattr(mesh, name) > 1
-        ]
-        size = getattr(mesh, axis)
-        others = math.prod(getattr(mesh, name) for name in along)
+        along = [name for name in ("expert", "context", *cfg.rules.optimizer) if mesh.sizes[name] > 1]
+        along = along if axis == "fsdp" else []
+        size = mesh.sizes[axis]
+        others = mesh.count(along)
         wrong = [f"model.{name}={dim}" for name, dim in counts.items() if dim % (size * others)]
         if wrong:
-            shown = " x ".join(f"mesh.{name}={getattr(mesh, name)}" for name in (axis, *along))
             sizes = [d // others for d in divisors(math.gcd(*counts.values())) if d % others == 0]
             uses = [f"mesh.{axis}={nearest_numbers(size, sizes)}"] if sizes else [f"another mesh.{along[0]}"]
             uses += ["zero=0"] if axis == "fsdp" else []
             uses += ["rules.optimizer=[]"] if "replica" in along else []
             verb = "is" if len(wrong) == 1 else "are"
+            shown = mesh.shown((axis, *along))
             yield f"{', '.join(wrong)} {verb} not divisible by {shown}; use {', or '.join(uses)}"
     yield from _experts(cfg)
-    yield from _own_rules(cfg)
+    yield from _changed_rules(cfg)
     yield from _head_groups(cfg)
     yield from _sequence(cfg)
 
@@ -122,8 +117,8 @@ def _sequence(cfg: Config) -> Iterator[str]:
     """An error if the tokens of a row are not divisible over `context` and `tensor`."""
     mesh = cfg.mesh
     model = cfg.model
-    axes = [axis for axis in SEQUENCE_AXES if getattr(mesh, axis) > 1]
-    over = " and ".join(f"mesh.{axis}={getattr(mesh, axis)}" for axis in axes)
+    axes = [axis for axis in SEQUENCE_AXES if mesh.sizes[axis] > 1]
+    over = mesh.shown(axes)
     parts = time_parts(mesh)
     prompt_length = cfg.prompt_length
     length = cfg.data.sequence_length
@@ -134,7 +129,7 @@ def _sequence(cfg: Config) -> Iterator[str]:
         yield f"{given}; use data.sequence_length={near}"
     devices = mesh.context * mesh.tensor
     if isinstance(model, Vit) and model.patches % devices:
-        size = getattr(mesh, axes[-1])
+        size = mesh.sizes[axes[-1]]
         sizes = [n for n in divisors(model.patches) if model.patches % (devices // size * n) == 0]
         given = f"the {model.patches} patches of model.image_size={model.image_size} and model.patch={model.patch}"
         near = nearest_numbers(size, sizes or [1])
@@ -166,9 +161,7 @@ def _head_groups(cfg: Config) -> Iterator[str]:
     over += [f"mesh.context={context}"] if context > 1 else []
     if heads % (tensor * context) and context > 1:
         near = nearest_numbers(context, (n for n in divisors(heads) if heads % (n * tensor) == 0))
-        needed = (
-            f"model.heads={heads} is not divisible by {' x '.join(over)}, which mesh.context_method=ulysses requires"
-        )
+        needed = f"model.heads={heads} is not divisible by {' x '.join(over)}, as mesh.context_method=ulysses requires"
         ring = f" (ring does not support {not_ring})" if not_ring else ""
         yield f"{needed}{ring}; use mesh.context={near}{'' if not_ring else ', or mesh.context_method=ring'}"
     elif groups != "auto" and groups > 1:
@@ -176,22 +169,20 @@ def _head_groups(cfg: Config) -> Iterator[str]:
         if groups not in known:
             near = nearest_numbers(groups, known or [1])
             of = " x ".join([f"memory.head_groups={groups}", *over])
-            yield (
-                f"{heads} heads with {kv_heads} KV heads cannot be split into equal groups by {of}; "
-                f"use memory.head_groups={near}"
-            )
+            given = f"{heads} heads with {kv_heads} KV heads cannot be split into equal groups by {of}"
+            yield f"{given}; use memory.head_groups={near}"
 
 
-def _own_rules(cfg: Config) -> Iterator[str]:
+def _changed_rules(cfg: Config) -> Iterator[str]:
     """A line for each dimension that the config's changes of `rules` would shard unevenly."""
     if cfg.zero == 0:
         return
     model = cfg.model
     dims = cfg.model.dims()
     exempt = replicated_dims(cfg.model, cfg.rules, cfg.mesh)
-    width = (
-        model.head_dim if isinstance(model, Decoder) else model.embed // model.heads if isinstance(model, Vit) else 1
-    )
+    width = 1  # of a head
+    if isinstance(model, Decoder | Vit):
+        width = model.head_dim if isinstance(model, Decoder) else model.embed // model.heads
     for dim, over in cfg.rules.table.items():
         if dim not in dims or over == getattr(Rules(), dim):
             continue
@@ -199,10 +190,10 @@ def _own_rules(cfg: Config) -> Iterator[str]:
         for key, count in dims[dim].items():
             size = count * (width if dim in ("heads", "kv_heads") else 1)
             fewer = over
-            while size % math.prod(getattr(cfg.mesh, axis) for axis in fewer):
+            while size % cfg.mesh.count(fewer):
                 fewer = fewer[:-1]
             if fewer != over:
-                shown = " x ".join(f"mesh.{axis}={getattr(cfg.mesh, axis)}" for axis in over)
+                shown = cfg.mesh.shown(over)
                 of = f"{key}={count}" if size == count else f"{key}={count} x {width}"
                 use = f"rules.{dim}={as_yaml(fewer)}"
                 yield f"model.{of} is not divisible by {shown}, as rules.{dim}={as_yaml(over)} requires; use {use}"
@@ -244,7 +235,7 @@ def _stages(cfg: Config) -> Iterator[str]:
 
 def _advice(cfg: Config, n: int) -> str:
     """The nearest possible meshes of n devices, as overrides."""
-    given = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES}
+    given = cfg.mesh.sizes
     possible: list[tuple[int, int, float, int, str]] = []
     for axes in meshes(n, [axis for axis in MESH_AXES if axis not in ON_REQUEST or given[axis] != 1]):
         candidate = cfg.replace(mesh=axes)

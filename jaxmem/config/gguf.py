@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxmem.config.gguf_tokenizer import special_token_ids, tokenizer_config, tokenizer_json
-from jaxmem.config.hf_families import HF_ARCHITECTURES
+from jaxmem.config.hf_families import HF_ARCHITECTURES, HfFamily
 from jaxmem.config.hf_values import Size, UnsupportedError, read
 from jaxmem.errors import UserError, one_line
 from jaxmem.machine.files import atomic_directory
@@ -37,12 +37,28 @@ class Architecture:
     """An architecture of llama.cpp, and its class in transformers."""
 
     name: str
-    keys: Mapping[str, str] = field(default_factory=dict)  # keys of config.json, by keys of the file
+    names: Mapping[str, str] = field(default_factory=dict)  # further keys of the file, and those of config.json
     fixed: JsonView = field(default_factory=dict)  # values that files do not state, as llama.cpp has them
     layers_27b: int | None = None  # number of layers of the size whose query_pre_attn_scalar is another one
 
+    @property
+    def family(self) -> HfFamily:
+        return HF_ARCHITECTURES[self.name]
 
-# Keys after the name of the architecture.
+    @property
+    def keys(self) -> dict[str, str]:
+        """The keys of config.json, by those of a file, after the name of the architecture."""
+        keys = {**KEYS, **self.names}
+        if self.family.experts is not None:
+            count, width = self.family.experts
+            keys |= {"expert_count": count, "expert_feed_forward_length": width}
+            keys |= {"expert_used_count": "num_experts_per_tok"}
+        if self.family.shared is not None:
+            keys["expert_shared_feed_forward_length"] = self.family.shared
+        return keys
+
+
+# Keys of all architectures.
 KEYS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -54,54 +70,34 @@ KEYS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-_EXPERTS = {"expert_used_count": "num_experts_per_tok"}
-_QWEN_EXPERTS = {**_EXPERTS, "expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"}
 _WINDOW = {"attention.sliding_window": "sliding_window"}
-_SOFT_CAPS = {
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
+_GEMMA = {key: key for key in ("attn_logit_softcapping", "final_logit_softcapping")} | _WINDOW
+_DEEPSEEK = {
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.key_length_mla": "head_dim",
+    "attention.value_length_mla": "v_head_dim",
 }
-_LATENT = "DeepseekV2ForCausalLM"
-_MIXTRAL = Architecture("MixtralForCausalLM", {**_EXPERTS, "expert_count": "num_local_experts"})
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM"),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
-    "qwen2moe": Architecture(
-        "Qwen2MoeForCausalLM",
-        {**_QWEN_EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
-        {"norm_topk_prob": False},
-    ),
-    "qwen3moe": Architecture("Qwen3MoeForCausalLM", _QWEN_EXPERTS, {"norm_topk_prob": True}),
-    "gemma2": Architecture("Gemma2ForCausalLM", {**_WINDOW, **_SOFT_CAPS}, layers_27b=46),
-    "gemma3": Architecture(
-        "Gemma3ForCausalLM", {**_WINDOW, "final_logit_softcapping": "final_logit_softcapping"}, layers_27b=62
-    ),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", fixed={"norm_topk_prob": False}),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", fixed={"norm_topk_prob": True}),
+    "gemma2": Architecture("Gemma2ForCausalLM", _GEMMA, layers_27b=46),
+    "gemma3": Architecture("Gemma3ForCausalLM", _GEMMA, layers_27b=62),
     "phi3": Architecture("Phi3ForCausalLM", _WINDOW),
-    "gpt-oss": Architecture(
-        "GptOssForCausalLM",
-        {**_EXPERTS, **_WINDOW, "expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size"},
-    ),
+    "gpt-oss": Architecture("GptOssForCausalLM", _WINDOW),
     "olmo2": Architecture("Olmo2ForCausalLM"),
-    "deepseek2": Architecture(
-        _LATENT,
-        {
-            **_EXPERTS,
-            "expert_count": "n_routed_experts",
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_shared_count": "n_shared_experts",
-            "expert_weights_scale": "routed_scaling_factor",
-            "expert_weights_norm": "norm_topk_prob",
-            "expert_group_count": "n_group",
-            "expert_group_used_count": "topk_group",
-            "leading_dense_block_count": "first_k_dense_replace",
-            "attention.kv_lora_rank": "kv_lora_rank",
-            "attention.q_lora_rank": "q_lora_rank",
-            "attention.key_length_mla": "head_dim",
-            "attention.value_length_mla": "v_head_dim",
-        },
-    ),
+    "deepseek2": Architecture("DeepseekV2ForCausalLM", _DEEPSEEK),
 }
+_MIXTRAL = Architecture("MixtralForCausalLM")  # in files also `llama`
 # Keys of a file that do not change logits. `rope.dimension_count`: see `_settings`; `vocab_size`: the shape of the
 # embedding decides; `rope.scaling.*`: see `_rope_scaling`.
 WITHOUT_EFFECT = {
@@ -167,9 +163,8 @@ def read_gguf(file: Path) -> GgufFile:
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, IndexError, TypeError, ArithmeticError, RecursionError) as error:
-        raise UserError(
-            f"{file}: damaged, truncated or not a GGUF file: {one_line(error)}; copy it again, or update gguf"
-        ) from error
+        use = "copy it again, or update gguf"
+        raise UserError(f"{file}: damaged, truncated or not a GGUF file: {one_line(error)}; {use}") from error
     return GgufFile(file, metadata, tensors)
 
 
@@ -217,18 +212,18 @@ def settings_of(opened: GgufFile) -> JsonDict:
     metadata = opened.metadata
     tensors = opened.tensors
     if name not in ARCHITECTURES:
+        expected = ", ".join(ARCHITECTURES)
         raise UnsupportedError(
-            f"general.architecture={json.dumps(name)[:60]} is not supported; expected one of {', '.join(ARCHITECTURES)}"
+            f"general.architecture={json.dumps(name)[:60]} is not supported; expected one of {expected}"
         )
     files = metadata.get("split.count", 1)
     if files != 1:
         raise UnsupportedError(f"the model is split into {files} files; join them with llama-gguf-split --merge")
     check_quantization(opened)
-    values = {
-        key.removeprefix(f"{name}."): plain(value) for key, value in metadata.items() if key.startswith(f"{name}.")
-    }
+    prefix = f"{name}."
+    values = {key.removeprefix(prefix): plain(x) for key, x in metadata.items() if key.startswith(prefix)}
     architecture = _MIXTRAL if name == "llama" and values.get("expert_count") else ARCHITECTURES[name]
-    keys = {**KEYS, **architecture.keys}
+    keys = architecture.keys
     unknown = [key for key, value in values.items() if value and key not in keys and key not in WITHOUT_EFFECT]
     if unknown:
         raise UnsupportedError(f"{name}.{unknown[0]}={json.dumps(values[unknown[0]])[:60]} is not supported")
@@ -237,7 +232,7 @@ def settings_of(opened: GgufFile) -> JsonDict:
     settings = {keys[key]: value for key, value in values.items() if key in keys}
     settings |= {
         "architectures": [architecture.name],
-        "model_type": HF_ARCHITECTURES[architecture.name].model_type,  # by which transformers opens an export
+        "model_type": architecture.family.model_type,  # by which transformers opens an export
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
         "dtype": stored_dtype(opened),
@@ -250,7 +245,7 @@ def settings_of(opened: GgufFile) -> JsonDict:
         settings["attention_bias"] = "blk.0.attn_q.bias" in tensors
     if name == "llama" and "blk.0.ffn_down.bias" in tensors:
         settings["mlp_bias"] = True
-    if architecture.name == _LATENT:
+    if architecture.family.is_latent:
         _add_latent(settings, values)
     else:
         _add_heads(settings, values, architecture)
@@ -277,9 +272,7 @@ def _add_latent(settings: JsonDict, values: JsonView) -> None:
     """The settings of latent attention and of the router, as DeepSeek-V2 has them."""
     gating = values.get("expert_gating_func", SOFTMAX)
     if gating != SOFTMAX:
-        raise UnsupportedError(
-            f"deepseek2.expert_gating_func={gating} is not supported; expected {SOFTMAX}, softmax (DeepSeek-V2)"
-        )
+        raise UnsupportedError(f"deepseek2.expert_gating_func={gating} is not supported; expected {SOFTMAX} (softmax)")
     # Where a file has both, the lengths without `_mla` are those of llama.cpp's cache.
     key = read(values, "attention.key_length_mla", Size, values.get("attention.key_length"))
     rotated = read(values, "rope.dimension_count", Size)
@@ -375,6 +368,4 @@ def check_quantization(opened: GgufFile) -> None:
             dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
         except NotImplementedError:
             name = next(name for name, tensor in opened.tensors.items() if tensor.kind is kind)
-            raise UnsupportedError(
-                f"the package gguf does not decode {kind.name}, the quantization of {name[:80]!r}; use another file"
-            ) from None
+            raise UnsupportedError(f"the package gguf does not decode {kind.name}, used by {name[:80]!r}") from None

@@ -21,7 +21,8 @@ SPACE = "▁"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _PUNCTUATION = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LETTER = r"[^\r\n\p{L}\p{N}]?"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SLASHES = _PUNCTUATION.replace(r"[\r\n]*", r"[\r\n/]*")
 LLAMA3 = rf"{_CONTRACTIONS}|{_LETTER}\p{{L}}+|\p{{N}}{{1,3}}|{_PUNCTUATION}"
 QWEN2 = rf"{_CONTRACTIONS}|{_LETTER}\p{{L}}+|\p{{N}}|{_PUNCTUATION}"
@@ -40,19 +41,19 @@ _SYLLABLES = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 DEEPSEEK = (r"[\r\n]", rf"\s?{_CASED}+", rf"\s?[!-/:-~{_FULL_WIDTH}]+", r"\s+$", _SYLLABLES, r"\p{N}")
 
 # How each pre-tokenizer of llama.cpp splits text before byte-level BPE: by a regular expression or one after the other,
-# into single digits and then as GPT-2, or as GPT-2 (None). The first name of several is the one that is written.
+# into single digits and then as GPT-2, or as GPT-2 (None).
 DIGITS = "digits"
+_OF_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral")
 PRE_TOKENIZERS: dict[str, str | tuple[str, ...] | None] = {
     "gpt-2": None, "phi-2": None, "olmo": None, "mpt": None,
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), DIGITS),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe"), LLAMA3),
+    **dict.fromkeys((*_OF_LLAMA3, "dbrx", "smaug-bpe"), LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2),
     **dict.fromkeys(("gpt-4o", "llama4"), O200K),
     "tekken": TEKKEN, "deepseek-llm": DEEPSEEK,
 }  # fmt: skip
-WHOLE_TOKENS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "gpt-4o", "tekken")  # `ignore_merges`
-WITH_BEGIN = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")  # where `add_bos_token` is absent
-UNICODE_NORMALIZED = ("qwen2", "deepseek-r1-qwen")  # NFC
+WITH_BEGIN = (*_OF_LLAMA3, "tekken")  # where `add_bos_token` is absent
+WHOLE_TOKENS_FIRST = (*WITH_BEGIN, "gpt-4o")  # `ignore_merges`
 # Parts of regular expressions that only one pre-tokenizer has, the most specific ones first.
 _PARTS = (
     (r"\p{Lu}", r"\p{N}{1,3}", "gpt-4o"),
@@ -106,9 +107,7 @@ def _check_tokens(tokens: Sequence[str], types: Sequence[int], size: int) -> Non
             f"token_embd.weight has {size:,} rows"
         )
     if long := [number for number, token in enumerate(tokens) if not 0 < len(token) <= MAX_TOKEN_LENGTH]:
-        raise UnsupportedError(
-            f"token {long[0]} has {len(tokens[long[0]]):,} characters; expected 1 to {MAX_TOKEN_LENGTH}"
-        )
+        raise UnsupportedError(f"token {long[0]} has {len(tokens[long[0]]):,} characters, not 1 to {MAX_TOKEN_LENGTH}")
     if len(set(tokens)) != len(tokens):
         numbers: dict[str, int] = {}
         second = next(number for number, token in enumerate(tokens) if numbers.setdefault(token, number) != number)
@@ -118,9 +117,8 @@ def _check_tokens(tokens: Sequence[str], types: Sequence[int], size: int) -> Non
 def _byte_level(metadata: JsonView, vocabulary: Mapping[str, int], _: Sequence[int]) -> JsonDict:
     name = metadata.get("tokenizer.ggml.pre", "gpt-2")
     if name not in PRE_TOKENIZERS:
-        raise UnsupportedError(
-            f"tokenizer.ggml.pre={json.dumps(name)[:60]} is not supported; expected one of {', '.join(PRE_TOKENIZERS)}"
-        )
+        expected = ", ".join(PRE_TOKENIZERS)
+        raise UnsupportedError(f"tokenizer.ggml.pre={json.dumps(name)[:60]} is not supported; use one of {expected}")
     merges = [merge.split(" ") for merge in _list_of(metadata, "merges", str, default=[])]
     if wrong := [merge for merge in merges if len(merge) != 2 or "".join(merge) not in vocabulary]:
         raise UnsupportedError(f"tokenizer.ggml.merges: {' '.join(wrong[0])[:60]!r} does not result in a token")
@@ -131,12 +129,11 @@ def _byte_level(metadata: JsonView, vocabulary: Mapping[str, int], _: Sequence[i
         before = [{"type": "Digits", "individual_digits": True}]
     elif split is not None:
         regexes = (split,) if isinstance(split, str) else split
-        before = [
-            {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False} for regex in regexes
-        ]
+        isolated = {"type": "Split", "behavior": "Isolated", "invert": False}
+        before = [{**isolated, "pattern": {"Regex": regex}} for regex in regexes]
         bytes_of["use_regex"] = False
     return {
-        "normalizer": {"type": "NFC"} if name in UNICODE_NORMALIZED else None,
+        "normalizer": {"type": "NFC"} if split == QWEN2 else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*before, bytes_of]} if before else bytes_of,
         "decoder": {**bytes_of, "use_regex": True},
         "model": _bpe(vocabulary, merges, ignore_merges=name in WHOLE_TOKENS_FIRST),
@@ -183,7 +180,11 @@ def _begin_token(metadata: JsonView, tokens: Sequence[str]) -> str | None:
     is_usual = metadata["tokenizer.ggml.model"] == "llama" or metadata.get("tokenizer.ggml.pre") in WITH_BEGIN
     if not metadata.get("tokenizer.ggml.add_bos_token", is_usual):
         return None
-    number = metadata.get("tokenizer.ggml.bos_token_id")
+    return _special_token(metadata, "bos", tokens)
+
+
+def _special_token(metadata: JsonView, name: str, tokens: Sequence[str]) -> str | None:
+    number = metadata.get(f"tokenizer.ggml.{name}_token_id")
     return tokens[number] if isinstance(number, int) and 0 <= number < len(tokens) else None
 
 
@@ -211,12 +212,8 @@ def tokenizer_config(metadata: JsonView) -> JsonDict:
     """The tokenizer_config.json of a file: its chat template, and the texts of the tokens that templates use."""
     tokens = _list_of(metadata, "tokens", str)
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    numbers = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
-    texts = {
-        name: tokens[number]
-        for name, number in numbers.items()
-        if isinstance(number, int) and 0 <= number < len(tokens)
-    }
+    special = {key: _special_token(metadata, name, tokens) for key, name in names.items()}
+    texts = {key: token for key, token in special.items() if token is not None}
     template = metadata.get("tokenizer.chat_template")
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **texts}
     return settings | ({"chat_template": template} if isinstance(template, str) else {})

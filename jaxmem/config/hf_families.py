@@ -64,7 +64,7 @@ class HfFamily:
         known |= {"decoder_sparse_step", "mlp_only_layers"} if self.has_dense_layers else set()
         return known if self.shared is None else known | {self.shared}
 
-    def without_user(self, fixed: Mapping[str, tuple[object, ...]]) -> dict[str, tuple[object, ...]]:
+    def not_understood(self, fixed: Mapping[str, tuple[object, ...]]) -> dict[str, tuple[object, ...]]:
         """Keys with one supported value, except for those that this architecture supports."""
         return {key: values for key, values in fixed.items() if key not in self.understood}
 
@@ -90,17 +90,13 @@ class HfFamily:
             every = read(settings, "decoder_sparse_step", Size, 1)
             dense = [n for n in read(settings, "mlp_only_layers", list[int], []) if n in range(layers)]
             has_experts = [(n + 1) % every == 0 and n not in dense for n in range(layers)]
-            if not any(has_experts):
-                raise UnsupportedError("decoder_sparse_step and mlp_only_layers leave no layer with experts")
             if not all(has_experts):
                 dense_mlp = read(settings, "intermediate_size", Size)
                 experts |= {"every": every, "dense_layers": dense, "dense_mlp": dense_mlp}
         return {"mlp": read(settings, width, Size), "experts": experts}
 
     def _deepseek_experts(self, settings: JsonView, layers: int, width: int) -> JsonDict:
-        first = read(settings, "first_k_dense_replace", Annotated[int, Field(ge=0)], 0)
-        if first >= layers:
-            raise UnsupportedError(f"first_k_dense_replace={first} leaves no layer with experts; set it below {layers}")
+        first = read(settings, "first_k_dense_replace", Annotated[int, Field(ge=0, lt=layers)], 0)
         fields: JsonDict = {
             "shared": width * read(settings, "n_shared_experts", Size),
             "shared_gate": False,
@@ -119,8 +115,7 @@ class HfFamily:
         kv_heads = read(settings, "num_key_value_heads", Size, heads)
         if kv_heads != heads:
             raise UnsupportedError(f"num_key_value_heads={kv_heads} is not supported; expected {heads}, all heads")
-        latent = {name: read(settings, key, Size) for name, key in LATENT.items() if name != "q_rank"}
-        latent["q_rank"] = None if settings["q_lora_rank"] is None else read(settings, "q_lora_rank", Size)
+        latent = {name: read(settings, key, Size | None if name == "q_rank" else Size) for name, key in LATENT.items()}
         return {"head_dim": read(settings, "qk_nope_head_dim", Size) + latent["rope_dim"], "latent": latent}
 
     def latent_settings(self, model: Decoder) -> JsonDict:
@@ -186,6 +181,7 @@ def text_name(name: str) -> str | None:
 
 
 _ASKED_WINDOWS: Any = {"windows": "after", "asks_for_windows": True}
+_MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
 _GEMMA = {"activation": "gelu_tanh", "norms": "both", "norm_offset": True, "scale_embeddings": True}
 _GEMMA_KEYS = {"query_pre_attn_scalar": "query_pre_attn_scalar", "logit_soft_cap": "final_logit_softcapping"}
@@ -219,9 +215,7 @@ _DEEPSEEK_DEFAULTS = {
 
 HF_ARCHITECTURES = {
     "LlamaForCausalLM": HfFamily("llama", mlp_bias=True),
-    "MistralForCausalLM": HfFamily(
-        "mistral", {"num_key_value_heads": 8, "sliding_window": 4096}, biased=False, windows="all"
-    ),
+    "MistralForCausalLM": HfFamily("mistral", _MISTRAL_DEFAULTS, biased=False, windows="all"),
     "Qwen2ForCausalLM": HfFamily("qwen2", _QWEN, biased=True, biased_output=False, **_ASKED_WINDOWS),
     "Qwen3ForCausalLM": HfFamily("qwen3", {**_QWEN, "head_dim": 128}, {"qk_norm": True}, **_ASKED_WINDOWS),
     "Gemma2ForCausalLM": HfFamily(

@@ -91,9 +91,7 @@ CONCATENATED = {
     "mlp.gate_up_proj.weight": Fused(("mlp.gate_proj.weight", "mlp.up_proj.weight")),
 }
 INTERLEAVED = {
-    f"mlp.experts.gate_up_proj{end}": Fused(
-        tuple(f"mlp.experts.{name}_proj{end}" for name in ("gate", "up")), dim, True
-    )
+    f"mlp.experts.gate_up_proj{end}": Fused((f"mlp.experts.gate_proj{end}", f"mlp.experts.up_proj{end}"), dim, True)
     for end, dim in (("", 2), ("_bias", 1), ("_blocks", 1), ("_scales", 1))
 }
 BIASES = {"attention_bias": ("q", "k", "v"), "output_bias": ("o",), "mlp_bias": ("gate", "up", "down")}
@@ -122,8 +120,7 @@ class HfModule(NamedTuple):
 
 
 def names_of(model: Decoder, *, has_experts: bool) -> dict[str, str]:
-    """The names of the modules of a family in layers with or without experts, with {} for the layer and, in modules of
-    experts, for the expert."""
+    """The names of the modules in layers with or without experts, with {} for the layer, and for the expert."""
     return names_with(
         experts=has_experts and model.experts is not None,
         shared=model.experts is not None and model.experts.shared is not None,
@@ -152,11 +149,11 @@ def modules_of(model: Decoder) -> list[HfModule]:
     biased = {name for field, names in BIASES.items() if getattr(model, field) for name in names}
     absent = {"head"} if model.tie_embeddings else set()
     absent |= set() if model.qk_norm else {"q_norm", "k_norm"}
-    absent |= {"pre": {"attention_post_norm", "mlp_post_norm"}, "post": {"attention_norm", "mlp_norm"}}.get(
-        model.norms, set()
-    )
+    absent |= {"attention_post_norm", "mlp_post_norm"} if model.norms == "pre" else set()
+    absent |= {"attention_norm", "mlp_norm"} if model.norms == "post" else set()
     absent |= {"router", "shared_gate"}  # PEFT adapts no routers
-    absent |= _absent_projections(model)
+    if model.latent is not None:
+        absent |= {"k", "v", *({"q_a", "q_a_norm", "q_b"} if model.latent.q_rank is None else {"q"})}
     if model.attention_sinks:  # the experts of gpt-oss are not linear layers in any version of transformers
         absent |= {"gate", "up", "down"}
     has_shared = model.experts is not None and model.experts.shared is not None
@@ -170,14 +167,6 @@ def modules_of(model: Decoder) -> list[HfModule]:
             if path in names and last not in absent and (is_shared or parent != "blocks.mlp.shared"):
                 modules.append(HfModule(path, names[path].format(layer, 0), layer, last in biased))
     return modules
-
-
-def _absent_projections(model: Decoder) -> set[str]:
-    """The projections of other kinds of attention."""
-    compressed = {"q_a", "q_a_norm", "q_b"}
-    if model.latent is None:
-        return {*compressed, "kv_a", "kv_a_norm", "kv_b"}
-    return {"k", "v", *({"q"} if model.latent.q_rank is not None else compressed)}
 
 
 def select_names(selection: str | Sequence[str], all_names: Sequence[str], key: str) -> set[str]:

@@ -7,9 +7,9 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from jaxmem.config.hf_families import text_settings
-from jaxmem.config.hf_modules import EXPERTS, LATENT, MODULES, match_names
+from jaxmem.config.hf_modules import match_names, modules_of
 from jaxmem.config.hf_values import Size, UnsupportedError, read
-from jaxmem.config.networks import Experts
+from jaxmem.config.networks import Decoder
 from jaxmem.typing import JsonDict, JsonView
 
 MAX_COMPARISONS = 10_000_000  # limit on comparing module names with patterns of a file, which is not trusted
@@ -38,68 +38,47 @@ class HfScheme:
 
 def scheme_of(settings: JsonView) -> HfScheme | None:
     """The scheme of the model that a config.json describes; None: its weights are not quantized."""
-    section = next(
-        (candidate for candidate in (settings, text_settings(settings)) if candidate.get("quantization_config")), None
-    )
-    if section is None:
+    section = settings if settings.get("quantization_config") else text_settings(settings)
+    if not section.get("quantization_config"):
         return None
     config = read(section, "quantization_config", JsonDict)
     try:
         method = read(config, "quant_method", str, "bitsandbytes" if "load_in_4bit" in config else None)
         if method not in _SCHEMES:
             expected = "bitsandbytes, gptq, awq, compressed-tensors (pack-quantized, int-quantized) or mxfp4"
-            raise UnsupportedError(
-                f"quant_method {method} is not supported; expected {expected}, or use the model without quantization"
-            )
+            raise UnsupportedError(f"quant_method {method} is not supported; expected {expected}, or no quantization")
         return _SCHEMES[method](config)
     except UnsupportedError as error:
         raise UnsupportedError(f"quantization_config: {error}") from None
 
 
-def quantization_fields(scheme: HfScheme, settings: JsonView, model: JsonView) -> JsonDict:
-    """The section `model.quantization` of a model with these settings and fields."""
+def quantization_fields(scheme: HfScheme, settings: JsonView, model: Decoder) -> JsonDict:
+    """The section `quantization` of a model with these settings."""
     dtype = settings.get("dtype") or settings.get("torch_dtype") or "float32"
-    widest = max(model["embed"], model["mlp"], model["heads"] * model["head_dim"])
+    widest = max(model.embed, model.mlp, model.heads * model.head_dim)
     return {
         "format": None if scheme.is_reordered else scheme.format,
         "block_size": scheme.block_size or widest,
         "scale_group": scheme.scale_group,
         "others": "float32" if dtype == "float32" else "bfloat16",
-        "layers": _quantized_modules(scheme, model),
+        "layers": _quantized_layers(scheme, model),
     }
 
 
-def _quantized_modules(scheme: HfScheme, model: JsonView) -> list[str]:
+def _quantized_layers(scheme: HfScheme, model: Decoder) -> list[str]:
     """The layers, by their names in jaxmem, that are quantized in at least one layer of the stack."""
     if scheme.method == "mxfp4":  # only experts
         return [f"blocks.mlp.{name}" for name in ("gate", "up", "down")]
-    dense = {path: module for path, module in MODULES.items() if "shared" not in path}
-    experts = EXPERTS
-    if (latent := model.get("latent")) is not None:
-        absent = {"k", "v", *(("q_a", "q_b") if latent["q_rank"] is None else ("q",))}
-        dense, experts = (
-            {path: name for path, name in (names | LATENT).items() if path.rpartition(".")[2] not in absent}
-            for names in (dense, EXPERTS)
-        )
-    kinds = [(dense, layer) for layer in range(model["layers"])]
-    if "experts" in model:
-        in_layers = Experts.model_validate(model["experts"]).in_layers(model["layers"])
-        kinds = [(experts if has_experts else dense, layer) for layer, has_experts in enumerate(in_layers)]
-    every: dict[str, list[str]] = {}
-    for names, layer in kinds:
-        for path, name in names.items():
-            if not any(part in path for part in ("embedding", "norm", "router")):
-                every.setdefault(path, []).append(name.format(layer, 0))
-    flat = sorted({name for names in every.values() for name in names})
-    patterns = [pattern.removeprefix("re:") for pattern in scheme.skipped if pattern.startswith("re:")]
-    skipped = set().union(*match_names(patterns, flat, "quantization_config.ignore")) if patterns else set()
-    plain = [module for module in scheme.skipped if not module.startswith("re:")]
-    if len(plain) * len(flat) > MAX_COMPARISONS:
+    modules = [module for module in modules_of(model) if module.is_matrix and module.path != "embedding"]
+    names = sorted({module.name for module in modules})
+    regexes = [name.removeprefix("re:") for name in scheme.skipped if name.startswith("re:")]
+    plain = [name for name in scheme.skipped if not name.startswith("re:")]
+    if len(plain) * len(names) > MAX_COMPARISONS:
         raise UnsupportedError(f"quantization_config: a list of {len(plain)} modules is too long")
-    skipped |= {name for name in flat if any(fnmatchcase(f".{name}.", f"*.{module}.*") for module in plain)}
-    if "lm_head" in scheme.skipped or model["tie_embeddings"]:
-        every.pop("head")
-    return [path for path, names in every.items() if not skipped.issuperset(names)]
+    skipped = set().union(*match_names(regexes, names, "quantization_config.ignore"))
+    skipped |= {name for name in names if any(fnmatchcase(f".{name}.", f"*.{module}.*") for module in plain)}
+    quantized = dict.fromkeys(module.path for module in modules if module.name not in skipped)
+    return [path for path in quantized if path != "head" or "lm_head" not in scheme.skipped]
 
 
 def _bitsandbytes(config: JsonView) -> HfScheme:

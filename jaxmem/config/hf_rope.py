@@ -51,10 +51,8 @@ def rope_fields(settings: JsonView, family: HfFamily, windows: JsonView) -> Json
     full = {**(by_kind.get("full_attention") or {}), **read(settings, "rope_scaling", JsonDict, {})}
     theta = read(settings, "rope_local_base_freq", Number, family.sliding_theta)
     sliding = {"rope_theta": theta, "rope_scaling": by_kind.get("sliding_attention"), "rope_parameters": None}
-    ropes = [
-        _rope_fields({**settings, **rope}, family)
-        for rope in ({"rope_scaling": full, "rope_parameters": None}, sliding)
-    ]
+    scalings = ({"rope_scaling": full, "rope_parameters": None}, sliding)
+    ropes = [_rope_fields({**settings, **scaling}, family) for scaling in scalings]
     if "layer_types" in windows:
         return dict(zip(("rope", "sliding_rope"), ropes, strict=True))
     return {"rope": ropes[windows["window"] is not None]}
@@ -70,7 +68,7 @@ def _rope_fields(settings: JsonView, family: HfFamily) -> JsonDict:
     kind = "longrope" if kind in family.longrope else kind
     if not isinstance(kind, str) or kind not in ROPE:
         raise UnsupportedError(f"rope_type={json.dumps(kind)} is not supported; expected one of {', '.join(ROPE)}")
-    check_keys(scaling, UNDERSTOOD_ROPE | family.understood, family.without_user(FIXED_ROPE), section="rope_scaling.")
+    check_keys(scaling, UNDERSTOOD_ROPE | family.understood, family.not_understood(FIXED_ROPE), section="rope_scaling.")
     settings_of_rope = {**settings, **scaling}
     rope: JsonDict = {"theta": read(settings_of_rope, "rope_theta", Number, 10_000.0)}
     share = read(settings_of_rope, "partial_rotary_factor", Number, 1.0) if family.has_partial_rope else 1
@@ -81,13 +79,10 @@ def _rope_fields(settings: JsonView, family: HfFamily) -> JsonDict:
     rope["scaling"] = kind
     rope |= {name: read(scaling, key, _KINDS.get(name, Number), default) for name, (key, default) in ROPE[kind].items()}
     if kind != "linear":
-        lengths = [
-            section[ORIGINAL_LENGTH] for section in (scaling, settings) if section.get(ORIGINAL_LENGTH) is not None
-        ]
+        sections = (scaling, settings)
+        lengths = [section[ORIGINAL_LENGTH] for section in sections if section.get(ORIGINAL_LENGTH) is not None]
         if len(lengths) == 2 and lengths[0] != lengths[1]:
-            raise UnsupportedError(
-                f"{ORIGINAL_LENGTH} is {lengths[1]} in config.json, but {lengths[0]} in rope_scaling; remove either"
-            )
+            raise UnsupportedError(f"{ORIGINAL_LENGTH} is {lengths[1]}, but in rope_scaling {lengths[0]}; remove one")
         default = lengths[0] if lengths else settings.get("max_position_embeddings")
         rope["original_length"] = read({}, ORIGINAL_LENGTH, Size, default)
     longer = None

@@ -43,8 +43,7 @@ def is_gguf(name: str | os.PathLike[str]) -> bool:
 
 
 def local_directory(name: str, key: str) -> str:
-    """The directory of a model with its settings and tokenizer: `name`, or for an id or a GGUF file its directory in
-    the cache."""
+    """The directory of a model: `name`, or for an id or a GGUF file its directory in the cache."""
     if is_gguf(name):
         from jaxmem.config.gguf import gguf_directory
 
@@ -88,8 +87,8 @@ def fetched_files(path: str, suffixes: Sequence[str]) -> list[Path]:
     """Fetches the files of a dataset that `dataset_files` names. Returns their paths in the cache."""
     repository, revision, patterns = _dataset(path, suffixes)
     directory = Path(_fetch(repository, revision, patterns, f"data.path={path}", "dataset"))
-    every = (file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
-    return [directory / name for name in _matching(path, repository, every, patterns)]
+    names = (file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
+    return [directory / name for name in _matching(path, repository, names, patterns)]
 
 
 @dataclass(frozen=True)
@@ -117,9 +116,10 @@ class DatasetFiles:
         if isinstance(cached, str):
             return Path(cached)
         with _explaining_errors(self.repository, self.commit, f"data.path={self.path}", "dataset"):
-            return Path(
-                hf_hub_download(self.repository, name, revision=self.commit, repo_type="dataset", local_dir=directory)
+            file = hf_hub_download(
+                self.repository, name, repo_type="dataset", revision=self.commit, local_dir=directory
             )
+        return Path(file)
 
 
 @lru_cache
@@ -130,18 +130,15 @@ def dataset_files(path: str, suffixes: Sequence[str]) -> DatasetFiles:
     repository, revision, patterns = _dataset(path, suffixes)
     with _explaining_errors(repository, revision, f"data.path={path}", "dataset"):
         info = HfApi().dataset_info(repository, revision=revision)
-    every = (file.rfilename for file in info.siblings or ())
-    return DatasetFiles(path, repository, str(info.sha), _matching(path, repository, every, patterns))
+    names = (file.rfilename for file in info.siblings or ())
+    return DatasetFiles(path, repository, str(info.sha), _matching(path, repository, names, patterns))
 
 
 def _dataset(path: str, suffixes: Sequence[str]) -> tuple[str, str | None, list[str]]:
-    """The id, the revision and the patterns of files of a dataset. `*` in a pattern includes directories, as in the
-    hub's own tools."""
+    """The id, the revision and the patterns of files of a dataset. `*` includes directories, as in the hub's tools."""
     dataset_id = DATASET_ID.fullmatch(path.removeprefix(DATASETS))
     if dataset_id is None:
-        raise UserError(
-            f"data.path={path} is not a dataset of the hub; use {DATASETS}org/name or {DATASETS}org/name/*.jsonl"
-        )
+        raise UserError(f"data.path={path} is not a dataset; use {DATASETS}org/name or {DATASETS}org/name/*.jsonl")
     inside = (dataset_id[3] or "").rstrip("/")
     is_pattern = has_magic(inside) or bool(Path(inside).suffix)
     patterns = [inside] if is_pattern else [f"{inside}/*{end}".lstrip("/") for end in suffixes or ("",)]
@@ -150,12 +147,10 @@ def _dataset(path: str, suffixes: Sequence[str]) -> tuple[str, str | None, list[
 
 def _matching(path: str, repository: str, names: Iterable[str], patterns: Sequence[str]) -> tuple[str, ...]:
     """The files that match a pattern, of one split."""
-    every = sorted(names)
-    files = tuple(name for name in every if any(fnmatch(name, pattern) for pattern in patterns))
+    in_order = sorted(names)
+    files = tuple(name for name in in_order if any(fnmatch(name, pattern) for pattern in patterns))
     if not files:
-        raise UserError(
-            f"data.path={path}: the dataset has no file that matches {' or '.join(patterns)}; it has {abridge(every)}"
-        )
+        raise UserError(f"data.path={path}: no file matches {' or '.join(patterns)}; it has {abridge(in_order)}")
     refuse_splits(path, files, f"{DATASETS}{repository}/")
     return files
 
@@ -199,29 +194,15 @@ def _explaining_errors(repository: str, revision: str | None, what: str, kind: s
         page = f"{hub.ENDPOINT}/{'' if kind == 'model' else 'datasets/'}{repository}"
         raise UserError(f"{what}: requires permission; request it at {page}, and set HF_TOKEN to your token") from None
     except errors.RevisionNotFoundError:
-        raise UserError(
-            f"{what}: the {kind} has no revision {revision}; leave out @{revision} for the newest"
-        ) from None
-    except errors.RepositoryNotFoundError:
-        raise UserError(
-            f"{what} is neither a local path nor a {kind} on the hub; check the name, or set HF_TOKEN if it is private"
-        ) from None
+        raise UserError(f"{what}: the {kind} has no revision {revision}; leave it out for the newest") from None
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        use = "use a path or org/name of the hub, or set HF_TOKEN if it is private"
+        raise UserError(f"{what} is neither a local path nor a {kind} on the hub; {use}") from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         raise UserError(
             f"{what} is neither a local path nor in the cache ({hub.HF_HUB_CACHE}), and the hub cannot be"
             f" reached; copy the {kind}'s files to a directory, and use its path"
         ) from None
-    except errors.HFValidationError:
-        raise UserError(
-            f"{what} is neither a local path nor a valid {kind} id; use a path, or org/name of the hub"
-        ) from None
-    except (errors.HfHubHTTPError, OSError) as error:
-        raise UserError(
-            f"{what}: unexpected answer of the hub: {one_line(error)}; try again, or use a local directory"
-        ) from error
-    except UserError:
-        raise
-    except Exception as error:  # of the HTTP client, another one in each version of huggingface_hub
-        raise UserError(
-            f"{what}: the hub cannot be reached: {one_line(error)}; try again, or copy the {kind}'s files here"
-        ) from error
+    except Exception as error:  # of the hub, or of the HTTP client, another one in each version of huggingface_hub
+        use = f"try again, or copy the {kind}'s files here"
+        raise UserError(f"{what}: the hub cannot be reached: {one_line(error)}; {use}") from error

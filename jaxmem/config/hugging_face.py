@@ -80,19 +80,16 @@ def family_of(settings: JsonView) -> HfFamily:
     settings = text_settings(settings)
     architectures = read(settings, "architectures", list[str], [])
     model_type = settings.get("model_type")
-    family = next((HF_ARCHITECTURES[name] for name in architectures if name in HF_ARCHITECTURES), None)
+    families = [HF_ARCHITECTURES[name] for name in architectures if name in HF_ARCHITECTURES]
     if not architectures:
-        family = next(
-            (candidate for candidate in HF_ARCHITECTURES.values() if candidate.model_type == model_type), None
-        )
-    if family is None:
+        families = [family for family in HF_ARCHITECTURES.values() if family.model_type == model_type]
+    if not families:
         given = ", ".join(architectures) or model_type
         raise UnsupportedError(f"architecture {given} is not supported; expected one of {', '.join(HF_ARCHITECTURES)}")
-    if model_type not in (None, family.model_type):  # transformers decides by model_type
-        raise UnsupportedError(
-            f"model_type={model_type} does not match architectures={architectures[0]}; expected {family.model_type}"
-        )
-    return family
+    expected = families[0].model_type
+    if model_type not in (None, expected):  # transformers decides by model_type
+        raise UnsupportedError(f"model_type={model_type} does not match architectures={architectures}; use {expected}")
+    return families[0]
 
 
 def fields_of(settings: JsonView) -> JsonDict:
@@ -101,7 +98,7 @@ def fields_of(settings: JsonView) -> JsonDict:
     settings = text_settings(settings)
     if scheme is not None and not (family.has_mxfp4 if scheme.method == "mxfp4" else not family.fused):
         raise UnsupportedError(f"quantization_config is not supported for model_type={family.model_type}")
-    check_keys(settings, UNDERSTOOD | family.understood, family.without_user(FIXED) | family.fixed, WITHOUT_EFFECT)
+    check_keys(settings, UNDERSTOOD | family.understood, family.not_understood(FIXED) | family.fixed, WITHOUT_EFFECT)
     # An absent key has the default of the class; null has the default of all classes.
     settings = {**family.defaults, **settings}
     shape = {name: read(settings, key, Quantity if name == "layers" else Size) for name, key in SHAPE.items()}
@@ -123,16 +120,16 @@ def fields_of(settings: JsonView) -> JsonDict:
         **family.expert_fields(settings, shape["layers"]),
         **family.latent_fields(settings, shape["heads"]),
     }
-    return fields if scheme is None else fields | {"quantization": quantization_fields(scheme, settings, fields)}
+    if scheme is None:
+        return fields
+    return {**fields, "quantization": quantization_fields(scheme, settings, Decoder.model_validate(fields))}
 
 
 def _windows(settings: JsonView, family: HfFamily, layers: int) -> JsonDict:
     """The fields `window` and `layer_types`, the latter as the shortest list that is repeated."""
     types = read(settings, "layer_types", list[WINDOWS], [])
     if types and len(types) != layers:
-        raise UnsupportedError(
-            f"layer_types has {len(types)} values, but num_hidden_layers={layers}; set one value per layer"
-        )
+        raise UnsupportedError(f"layer_types has {len(types)} values; expected num_hidden_layers={layers}")
     is_asked = not family.asks_for_windows or read(settings, "use_sliding_window", bool, False)
     if family.sliding_theta is not None:
         read(settings, "sliding_window", Size)  # layers differ in their rotary positions even without a window
@@ -140,9 +137,7 @@ def _windows(settings: JsonView, family: HfFamily, layers: int) -> JsonDict:
         return {"window": None}
     if family.windows == "all":
         if "full_attention" in types:
-            raise UnsupportedError(
-                f"layer_types: model_type={family.model_type} with sliding_window does not support full_attention"
-            )
+            raise UnsupportedError(f"layer_types: a window of {family.model_type} does not support full_attention")
         types = []
     elif not types:
         first = read(settings, "max_window_layers", Annotated[int, Field(ge=0)], 28)
@@ -159,22 +154,20 @@ def _windows(settings: JsonView, family: HfFamily, layers: int) -> JsonDict:
 
 
 def config_json(model: Decoder, base: JsonView | None = None, length: int = 2048) -> JsonDict:
-    """The config.json of a decoder: `base` if it describes the same model, otherwise of the first family that supports
-    it.
+    """The config.json of a decoder: `base` if it is the same model, otherwise of the first family that supports it.
 
     `base` is the file that the model was loaded from; the ids of its special tokens are kept. `length`: the longest
     sequence of the training.
     """
     expected = _comparable(model)
-    if base is not None:
-        base = {key: value for key, value in text_settings(base).items() if key != "quantization_config"}
-    if base is not None and _read_back(base) == expected:
+    base = {key: value for key, value in text_settings(base or {}).items() if key != "quantization_config"}
+    if base and _read_back(base) == expected:
         return base
-    token_ids = {key: value for key, value in (base or {}).items() if key.endswith("_token_id")}
+    token_ids = {key: value for key, value in base.items() if key.endswith("_token_id")}
     if model.rope.scaling in ("llama3", "yarn", "longrope"):
         length = max(length, round(model.rope.factor * model.rope.original_length))
-    length = (base or {}).get("max_position_embeddings", length)
-    architectures = (base or {}).get("architectures") or []  # the architecture of the base first
+    length = base.get("max_position_embeddings", length)
+    architectures = base.get("architectures") or []  # the architecture of the base first
     for architecture, family in sorted(HF_ARCHITECTURES.items(), key=lambda item: item[0] not in architectures):
         written = {"architectures": [architecture], **_settings(model, family, length)}
         if _read_back(written) == expected:

@@ -41,6 +41,11 @@ SCALARS = {
 }
 
 
+def _error(problem: str, place: Any) -> yaml.MarkedYAMLError:
+    """An error at an event or a node."""
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
+
+
 class YamlLoader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}  # noqa: RUF012, filled below
     depth = 0
@@ -48,15 +53,11 @@ class YamlLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()
         if event.anchor is not None:
-            raise yaml.MarkedYAMLError(
-                problem="anchors and aliases are not supported; write the value out", problem_mark=event.start_mark
-            )
+            raise _error("anchors and aliases are not supported; write the value out", event)
         if getattr(event, "tag", None) is not None:
-            raise yaml.MarkedYAMLError(
-                problem=f"tag {event.tag} is not supported; remove it", problem_mark=event.start_mark
-            )
+            raise _error(f"tag {event.tag} is not supported; remove it", event)
         if self.depth == MAX_DEPTH:
-            raise yaml.MarkedYAMLError(problem=f"nested deeper than {MAX_DEPTH}", problem_mark=event.start_mark)
+            raise _error(f"nested deeper than {MAX_DEPTH}", event)
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -71,9 +72,9 @@ class YamlLoader(yaml.SafeLoader):
         seen = set()
         for key, _ in node.value:
             if not isinstance(self.construct_object(key, deep=True), str):
-                raise yaml.MarkedYAMLError(problem="a key must be text; put it in quotes", problem_mark=key.start_mark)
+                raise _error("a key must be text; put it in quotes", key)
             if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"{key.value} is set twice; remove one", problem_mark=key.start_mark)
+                raise _error(f"{key.value} is set twice; remove one", key)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -94,34 +95,30 @@ for _tag, (_pattern, _first) in SCALARS.items():
         _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _first)
 
 
-def load_config(
-    source: str | os.PathLike[str] | JsonView, overrides: Iterable[str] = (), *, is_run: bool = False
-) -> Config:
+ConfigSource = str | os.PathLike[str] | JsonView  # a file, or the settings
+
+
+def load_config(source: ConfigSource, overrides: Iterable[str] = (), *, is_run: bool = False) -> Config:
     """The config of a file or dict with `key=value` overrides. Checks that need the number of devices run later.
     `is_run`: the file is that of a run, whose model stays if `model.hf` names the new place of its directory."""
     return config_of(read_config(source, overrides, is_run=is_run))
 
 
-def read_config(
-    source: str | os.PathLike[str] | JsonView, overrides: Iterable[str] = (), *, is_run: bool = False
-) -> JsonDict:
+def read_config(source: ConfigSource, overrides: Iterable[str] = (), *, is_run: bool = False) -> JsonDict:
     """The settings of a file or dict with `key=value` overrides, unchecked. `is_run`: as in `load_config`."""
     raw = _copy(source) if isinstance(source, Mapping) else _read(Path(source))
     overrides = [*overrides]
-    has_new_directory = _changes_model(raw, "hf", overrides)
-    has_new_preset = _changes_model(raw, "preset", overrides)
-    if has_new_directory or has_new_preset:
+    if changed := _changed_model(raw, overrides):
         _remove_tokenizer(raw)
-    if has_new_preset or (has_new_directory and not is_run):
-        del raw["model"]
+        if "preset" in changed or not is_run:
+            del raw["model"]
     for override in overrides:
         _override(raw, override)
     return raw
 
 
 def config_of(raw: JsonDict, user: UserObjects | None = None) -> Config:
-    """The checked config of these settings. `user`: Python objects that a script passed. Short forms in `raw` are
-    expanded in place."""
+    """The checked config of these settings, whose short forms are expanded in place. `user`: what a script passed."""
     _expand(raw)
     try:
         cfg = Config.model_validate(raw)
@@ -185,10 +182,8 @@ def _read(path: Path) -> JsonDict:
         if not path.parent.is_dir():
             raise UserError(f"{path}: the directory {path.parent} does not exist; check the path")
         others = [str(file) for file in path.parent.iterdir() if file.suffix in (".yaml", ".yml")]
-        raise UserError(
-            f"{path}: no such file"
-            + (nearest(path, others) if others else "; use a YAML file such as configs/demo.yaml")
-        )
+        hint = nearest(path, others) if others else "; use a YAML file such as configs/demo.yaml"
+        raise UserError(f"{path}: no such file{hint}")
     try:
         with path.open("rb") as file:
             text = file.read(MAX_BYTES + 1).decode()
@@ -198,10 +193,9 @@ def _read(path: Path) -> JsonDict:
     if path.suffix == ".toml":
         raise UserError(f"{path}: a config is a YAML file, not TOML; write `key: value` lines, see configs/demo.yaml")
     raw = _parse(text, str(path))
-    if raw is None:
-        raise UserError(f"{path} is empty; write `key: value` lines, see configs/demo.yaml")
     if not isinstance(raw, dict):
-        raise UserError(f"{path}: must contain `key: value` lines, not {as_yaml(raw)[:60]}")
+        given = "is empty" if raw is None else f"contains {as_yaml(raw)[:60]}"
+        raise UserError(f"{path} {given}; write `key: value` lines, see configs/demo.yaml")
     return raw
 
 
@@ -226,23 +220,26 @@ def _override(raw: JsonDict, text: str) -> None:
     here[last] = _parse(value, text.strip(), is_file=False)
 
 
-def _changes_model(raw: JsonDict, field: str, overrides: Iterable[str]) -> bool:
-    """Whether an override sets another `model.preset` or `model.hf` than a saved config, which has all fields."""
+def _changed_model(raw: JsonDict, overrides: Iterable[str]) -> set[str]:
+    """The keys `hf` and `preset` of a saved config, which has all fields, that overrides set to another model."""
     model = raw.get("model")
     if not isinstance(model, dict) or not set(Decoder.model_fields) <= set(model):
-        return False
-    pairs = (override.partition("=") for override in overrides)
-    values = [_parse(value, key, is_file=False) for key, _, value in pairs if key.strip() == f"model.{field}"]
-    return any(value not in (None, model[field]) for value in values)
+        return set()
+    changed = set()
+    for override in overrides:
+        key, _, value = override.partition("=")
+        field = {"model.hf": "hf", "model.preset": "preset"}.get(key.strip())
+        if field is not None and _parse(value, key, is_file=False) not in (None, model[field]):
+            changed.add(field)
+    return changed
 
 
 def _remove_tokenizer(raw: JsonDict) -> None:
     """Removes the tokenizer of a saved config if it is that of the model's directory."""
     directory = raw["model"]["hf"]
     data = raw.get("data")
-    tokenizer = data.get("tokenizer") if isinstance(data, dict) else None
-    if isinstance(tokenizer, str) and isinstance(directory, str) and is_tokenizer_of(tokenizer, directory):
-        del raw["data"]["tokenizer"]
+    if directory and isinstance(data, dict) and is_tokenizer_of(str(data.get("tokenizer", "")), str(directory)):
+        del data["tokenizer"]
 
 
 def _expand(raw: JsonDict) -> None:

@@ -1,6 +1,7 @@
 """The sections of parallelism: the device mesh, what is sharded over its axes, and the pipeline schedule."""
 
 import math
+from collections.abc import Iterable
 from typing import Literal
 
 from jaxmem.config.base import Count, ListOf, Section, setting
@@ -14,9 +15,7 @@ class Mesh(Section):
     stage: int = setting(1, "pipeline stages, each with a part of the layers (pipeline parallelism)")
     replica: int = setting(1, "copies of the model; the batch is sharded over them (data parallelism)")
     fsdp: int = setting(1, "shards of the batch and, depending on zero, of weights, gradients and optimizer state")
-    expert: int = setting(
-        1, "shards of the experts of each layer (expert parallelism); shards the batch and other weights like fsdp"
-    )
+    expert: int = setting(1, "shards of the experts (expert parallelism), and like fsdp of the batch and other weights")
     context: int = setting(1, "shards of the sequence (context parallelism)")
     tensor: int = setting(1, "shards of each matmul (tensor parallelism)")
     context_method: Literal["auto", "ring", "ulysses"] = setting(
@@ -25,9 +24,21 @@ class Mesh(Section):
     )
 
     @property
+    def sizes(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in MESH_AXES}
+
+    def count(self, axes: Iterable[str]) -> int:
+        """The number of devices along these axes."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    def shown(self, axes: Iterable[str]) -> str:
+        """The settings of these axes, for errors."""
+        return " x ".join(f"mesh.{axis}={getattr(self, axis)}" for axis in axes)
+
+    @property
     def row_shards(self) -> int:
         """The number of groups of devices that the rows of a batch are divided among."""
-        return math.prod(getattr(self, axis) for axis in BATCH_AXES)
+        return self.count(BATCH_AXES)
 
 
 MESH_AXES = tuple(name for name in Mesh.model_fields if name != "context_method")
@@ -45,9 +56,7 @@ class Rules(Section):
 
     `logits`, `replicated` and `optimizer` change this for single kinds of weights and for the optimizer state."""
 
-    embed: ListOf[Literal["fsdp", "context"]] = setting(
-        ("fsdp", "context"), "mesh axes of the width of the residual stream"
-    )
+    embed: ListOf[Literal["fsdp", "context"]] = setting(("fsdp", "context"), "mesh axes of the residual stream's width")
     vocab: ListOf[Literal["tensor"]] = setting(("tensor",), "mesh axes of the vocabulary")
     heads: _Over = setting(("tensor",), "mesh axes of query heads")
     kv_heads: _Over = setting(("tensor",), "mesh axes of key and value heads")

@@ -14,11 +14,11 @@ from typing import Unpack
 from jaxmem.config.adapter import LOW_RANK, Adapter
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hub import is_gguf, is_id, local_directory
-from jaxmem.config.load import config_of, load_config, read_config
+from jaxmem.config.load import ConfigSource, config_of, load_config, read_config
 from jaxmem.config.optimizers import HYPERPARAMETERS, Optimizer
 from jaxmem.config.presets import preset_of, refuse_preset
 from jaxmem.config.sections import Config
-from jaxmem.config.user import Parts, UserBatches, UserObjects, check_parts
+from jaxmem.config.user import Parts, user_objects
 from jaxmem.errors import UserError, nearest
 from jaxmem.typing import JsonDict, JsonView
 
@@ -90,7 +90,7 @@ class RunOptions(Parts, total=False):
     batch: int | None
 
 
-RunSource = Config | JsonView | str | os.PathLike[str]
+RunSource = Config | ConfigSource
 
 
 def is_model(source: RunSource) -> bool:
@@ -125,33 +125,40 @@ def run_config(
     """
     sizes = {"data.sequence_length": sequence_length, "batch.global_size": batch}
     overrides = [*(f"{key}={size}" for key, size in sizes.items() if size is not None), *overrides]
-    user = None
-    if isinstance(source, Config):
-        if not overrides and method is None and not parts:
-            return source
-        user = source.user
-        source = source.model_dump(mode="json")
-    elif is_model(source):
-        source = _new_run(str(source), devices, method)
-    elif isinstance(source, str | os.PathLike) and not Path(source).suffix and not Path(source).exists():
-        problem = f"{source} is neither a YAML file, a Hugging Face model (a directory or org/name) nor a preset"
-        refuse_preset(str(source), problem)
-    elif isinstance(source, str | os.PathLike) and Path(source).is_dir():
-        saved = Path(source) / "config.yaml"
-        use = saved if saved.is_file() else "a YAML file or a Hugging Face directory"
-        raise UserError(f"{source} is a directory without config.json; use {use}")
-    raw = read_config(source)
+    if isinstance(source, Config) and not overrides and method is None and not parts:
+        return source
+    user = source.user if isinstance(source, Config) else None
+    raw = _settings_of(source, devices, method)
     if method is not None:
         _apply(method, raw)
     raw = read_config(_with_sections(raw, parts), overrides)
     train = raw.setdefault("train", {})
     if isinstance(train, dict) and train.get("steps") is None and train.get("tokens") is None:
-        warmup = raw.get("optimizer", {}).get("warmup", 0) if isinstance(raw.get("optimizer", {}), dict) else 0
+        optimizer = raw.get("optimizer")
+        warmup = optimizer.get("warmup") if isinstance(optimizer, dict) else None
         train["steps"] = DEFAULT_STEPS + (warmup if isinstance(warmup, int) else 0)
     return config_of(raw, user_objects(parts) if parts else user)
 
 
-def config_with(source: Config | JsonView | str | os.PathLike[str], **parts: Unpack[Parts]) -> Config:
+def _settings_of(source: RunSource, devices: int, method: str | None) -> JsonDict:
+    """The settings of a config, or of a new run of a model."""
+    if isinstance(source, Config):
+        return source.model_dump(mode="json")
+    if is_model(source):
+        return _new_run(str(source), devices, method)
+    if isinstance(source, str | os.PathLike):
+        path = Path(source)
+        if path.is_dir():
+            saved = path / "config.yaml"
+            use = saved if saved.is_file() else "a YAML file or a Hugging Face directory"
+            raise UserError(f"{source} is a directory without config.json; use {use}")
+        if not path.suffix and not path.exists():
+            problem = f"{source} is neither a YAML file, a Hugging Face model (a directory or org/name) nor a preset"
+            refuse_preset(str(source), problem)
+    return read_config(source)
+
+
+def config_with(source: RunSource, **parts: Unpack[Parts]) -> Config:
     """The config of a run, with the parts that a script passes (its model, loss, data, ...)."""
     if not parts:
         return source if isinstance(source, Config) else load_config(source)
@@ -217,8 +224,7 @@ def _apply(name: str, raw: JsonDict) -> None:
 
 
 def setting_of_method(names: Iterable[str], overrides: Sequence[str]) -> str | None:
-    """The first override of a setting that makes the difference between methods, or None. Settings of memory do not
-    change a method."""
+    """The first override of a setting that makes the difference between methods, which memory does not."""
     sections = [item for name in names for item in METHODS[name].settings.items() if item[0] != "memory"]
     keys = {f"{section}.{key}" for section, settings in sections for key in settings}
     keys |= {section for section, _ in sections}
@@ -236,22 +242,3 @@ def without_replaced(method: str, words: Sequence[str]) -> list[str]:
     if "adapter" not in settings:
         keys |= {f"adapter.{key}" for key in Adapter.model_fields}
     return [word for word in words if word.partition("=")[0] not in keys]
-
-
-def user_objects(parts: Parts) -> UserObjects:
-    """The parts as the attribute `user` of a config."""
-    check_parts(parts)
-    for first, second in (("model", "network"), ("loss", "loss_with_keys")):
-        if parts.get(first) is not None and parts.get(second) is not None:
-            raise UserError(f"the arguments {first} and {second} exclude each other; pass one of them")
-    if parts.get("axes") is not None and parts.get("model") is None:
-        raise UserError("the argument axes requires the argument model; remove axes, or pass model")
-    layers = parts.get("layers") or ()
-    if layers and parts.get("model") is None:
-        raise UserError("the argument layers requires the argument model, a Flax model; remove layers, or pass model")
-    if parts.get("held_out") is not None and parts.get("data") is None:
-        raise UserError("the argument held_out requires the argument data; remove held_out, or pass data")
-    given: JsonDict = {name: part for name, part in parts.items() if part is not None}
-    given |= {name: UserBatches(given[name], name) for name in ("data", "held_out") if name in given}
-    given["layers"] = (layers,) if isinstance(layers, str) else tuple(layers)
-    return UserObjects(**given)

@@ -20,11 +20,13 @@ from jaxmem.config.base import (
     setting,
 )
 from jaxmem.config.names import layer_stacks
+from jaxmem.errors import UserError
 
 _ATTENTION = (
     "attention_norm", "attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_norm",
 )  # fmt: skip
-_FAMILY, _DROPOUT = "kind of network", "dropout rate: share of activations set to 0 in training"
+_FAMILY = "kind of network"
+_DROPOUT = "dropout rate: share of activations set to 0 in training"
 SHARDED = ("embed", "vocab", "heads", "kv_heads", "mlp")  # dimensions of weights, as the section `rules` names them
 
 
@@ -48,22 +50,16 @@ class Rope(Section):
     factor: Positive = setting(1.0, "how many times longer the context becomes")
     original_length: Count = setting(8192, "llama3, yarn, longrope: context length before scaling")
     low_frequency: Positive = setting(
-        1.0, "llama3: frequencies with fewer than this many wavelengths in original_length are divided by factor"
+        1.0, "llama3: frequencies below this many turns in original_length are divided by factor"
     )
-    high_frequency: Positive = setting(
-        4.0, "llama3: frequencies with more than this many wavelengths in original_length are not changed"
-    )
-    beta_fast: Positive = setting(
-        32.0, "yarn: frequencies with more than this many rotations in original_length are not changed"
-    )
+    high_frequency: Positive = setting(4.0, "llama3: frequencies above this many turns in original_length are kept")
+    beta_fast: Positive = setting(32.0, "yarn: frequencies above this many turns in original_length are kept")
     beta_slow: Positive = setting(
-        1.0, "yarn: frequencies with fewer than this many rotations in original_length are divided by factor"
+        1.0, "yarn: frequencies below this many turns in original_length are divided by factor"
     )
     truncate: bool = setting(True, "yarn: round the bounds of interpolated frequencies to integers")
-    short_factors: ListOf[Positive] = setting(
-        (), "longrope: divisors of the frequencies for documents of up to original_length tokens"
-    )
-    long_factors: ListOf[Positive] = setting((), "longrope: divisors of the frequencies for longer documents")
+    short_factors: ListOf[Positive] = setting((), "longrope: frequency divisors in documents up to original_length")
+    long_factors: ListOf[Positive] = setting((), "longrope: frequency divisors in longer documents")
     attention_factor: Positive | None = setting(
         None,
         "factor on cosine and sine; null: 0.1 ln(factor) + 1 (yarn), "
@@ -74,9 +70,7 @@ class Rope(Section):
         "yarn, with mscale_all_dim: the factor on cosine and sine is m(mscale) / m(mscale_all_dim), where m(s) is"
         " 0.1 * s * ln(factor) + 1",
     )
-    mscale_all_dim: Positive | None = setting(
-        None, "attention scores of model.latent are multiplied by the square of m(mscale_all_dim)"
-    )
+    mscale_all_dim: Positive | None = setting(None, "scores of model.latent are multiplied by m(mscale_all_dim)^2")
 
     def magnitude(self, mscale: float) -> float:
         """m(mscale): the factor by which YaRN sharpens the softmax."""
@@ -106,9 +100,7 @@ class Experts(Section):
     groups: Count = setting(1, "number of groups of experts; a token uses only experts of its top_groups groups")
     top_groups: Count = setting(1, "number of groups per token: those whose best expert is the most probable")
     every: Count = setting(1, "every n-th layer has experts: layers n - 1, 2 n - 1, ..., where the first layer is 0")
-    dense_layers: ListOf[Annotated[int, Field(ge=0)]] = setting(
-        (), "numbers of further layers without experts, where the first layer is 0"
-    )
+    dense_layers: ListOf[Annotated[int, Field(ge=0)]] = setting((), "further layers without experts; the first is 0")
     dense_mlp: Count | None = setting(None, "hidden width of the MLP of layers without experts")
 
     def in_layers(self, layers: int) -> tuple[bool, ...]:
@@ -150,24 +142,16 @@ class Decoder(Family):
     activation: Literal["silu", "gelu_tanh", "swiglu_clamped"] = setting(
         "silu", "activation of the gate; gelu_tanh: approximate GELU; swiglu_clamped: as in gpt-oss"
     )
-    norms: Literal["pre", "post", "both"] = setting(
-        "pre", "norms of each layer: before, after, or around attention and MLP"
-    )
+    norms: Literal["pre", "post", "both"] = setting("pre", "norms before, after, or around attention and MLP")
     norm_offset: bool = setting(False, "norms multiply by 1 + weight, as in Gemma")
-    qk_norm: bool | Literal["all_heads"] = setting(
-        False, "normalize queries and keys, each head by itself; all_heads: all heads together"
-    )
+    qk_norm: bool | Literal["all_heads"] = setting(False, "normalize queries and keys per head, or all_heads together")
     query_pre_attn_scalar: Count | None = setting(
         None, "attention scores are divided by the square root of this value; null: of head_dim"
     )
-    attention_soft_cap: Positive | None = setting(
-        None, "soft cap c: attention scores s become c tanh(s / c); null: no cap"
-    )
-    logit_soft_cap: Positive | None = setting(None, "soft cap c: logits y become c tanh(y / c); null: no cap")
+    attention_soft_cap: Positive | None = setting(None, "attention scores s become c tanh(s / c); null: no cap")
+    logit_soft_cap: Positive | None = setting(None, "logits y become c tanh(y / c); null: no cap")
     scale_embeddings: bool = setting(False, "multiply embeddings by the square root of embed")
-    attention_sinks: bool = setting(
-        False, "add a trained logit per head to the softmax of attention, without a value (attention sinks)"
-    )
+    attention_sinks: bool = setting(False, "a trained logit per head in the softmax of attention, without a value")
     attention_bias: bool = setting(False, "biases of queries, keys and values")
     output_bias: bool = setting(False, "bias of the output projection of attention")
     mlp_bias: bool = setting(False, "biases of the MLP, or of experts and router")
@@ -257,9 +241,7 @@ class Convnet(ImageInput):
     """Residual convolutions with normalization and pooling between stages."""
 
     family: Literal["convnet"] = setting("convnet", _FAMILY)
-    stages: Annotated[tuple[Count, ...], Field(strict=False, min_length=1)] = setting(
-        (32, 64), "channels of each stage"
-    )
+    stages: Annotated[tuple[Count, ...], Field(strict=False, min_length=1)] = setting((32, 64), "channels per stage")
     blocks: Count = setting(2, "residual blocks per stage")
     dropout: Fraction = setting(0.0, _DROPOUT)
 
@@ -298,14 +280,10 @@ class InFamilies:
     def _read(value: object) -> Family:
         if isinstance(value, Family):
             return value
-        if not isinstance(value, Mapping):
-            raise PydanticKnownError("dict_type")
-        if "family" not in value:
-            raise PydanticKnownError("union_tag_not_found", {"discriminator": "'family'"})
-        name = value["family"]
-        if not isinstance(name, str) or name not in FAMILIES:
+        name = str(value.get("family", "decoder")) if isinstance(value, Mapping) else "decoder"
+        if name not in FAMILIES:
             expected = ", ".join(f"'{known}'" for known in FAMILIES)
-            tags = {"discriminator": "'family'", "tag": str(name), "expected_tags": expected}
+            tags = {"discriminator": "'family'", "tag": name, "expected_tags": expected}
             raise PydanticKnownError("union_tag_invalid", tags)
         return FAMILIES[name].model_validate(value)
 
@@ -318,3 +296,12 @@ def pipelined_layers(model: Family) -> int:
 Network = Decoder | Vit | Convnet | Mlp | UserModel
 Model = Annotated[Network, Field(discriminator="family"), InFamilies()]
 FAMILIES: dict[str, type[Family]] = {kind.model_fields["family"].default: kind for kind in get_args(Network)}
+
+
+def register_family(section: type[Family]) -> str:
+    """Adds a section for `model` to this process. Returns the name of the family: the default of `family`."""
+    name = section.model_fields["family"].default
+    if not isinstance(name, str):
+        raise UserError(f"register_family: {section.__name__} must have a field `family: Literal[NAME] = NAME`")
+    FAMILIES[name] = section
+    return name

@@ -4,16 +4,22 @@ Each line has the function in `jaxmem.optim.rules` that scales the gradients, `m
 optimizer, a function with its name, and is imported when the optimizer is used. Imports no jax.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from jaxmem.config.base import Count, Fraction, NameIn, NotNegative, Positive, Section, Texts, setting
+from jaxmem.errors import UserError
 from jaxmem.typing import JsonDict
+
+if TYPE_CHECKING:
+    import optax
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +94,7 @@ class QGaLoreSettings(GaLoreSettings):
 @dataclass(frozen=True)
 class Entry:
     settings: type
-    implementation: str | Callable[..., Any]  # module:function in jaxmem.optim.rules, or the function
+    implementation: str | Callable[..., optax.GradientTransformation]  # module:function in optim.rules, or a function
     summary: str  # the method, and bytes of state per parameter
 
     @cached_property  # a search checks thousands of configs
@@ -98,17 +104,13 @@ class Entry:
 
 
 OPTIMIZERS = {
-    "adamw": Entry(
-        AdamWSettings, "plain:scale_by_adam", "Two moments in the dtype of the weights: 8 bytes in float32."
-    ),
+    "adamw": Entry(AdamWSettings, "plain:scale_by_adam", "Two moments in the weights' dtype: 8 bytes in float32."),
     "adam": Entry(AdamSettings, "plain:scale_by_adam", "AdamW without weight decay."),
     "sgd": Entry(SgdSettings, "plain:trace", "No state; with momentum one value in the dtype of the weights."),
     "lion": Entry(
         LionSettings, "plain:scale_by_lion", "One moment; updates are signs: use at most a third of Adam's rate."
     ),
-    "adafactor": Entry(
-        AdafactorSettings, "adafactor:scale_by_adafactor", "Row and column sums as second moment: almost no state."
-    ),
+    "adafactor": Entry(AdafactorSettings, "adafactor:scale_by_adafactor", "Sums of rows and columns: almost no state."),
     "adam_mini": Entry(AdamWSettings, "adam_mini:scale_by_adam_mini", "AdamW, one second moment per neuron: 4 bytes."),
     "muon": Entry(MuonSettings, "muon:scale_by_muon", "Orthogonalized momentum for hidden matrices: 4 bytes."),
     "adamw8bit": Entry(AdamW8bitSettings, "quantized:scale_by_adam8bit", "AdamW in 8 bits: 2.03 bytes."),
@@ -151,9 +153,7 @@ class Optimizer(Section):
     scale: Positive | None = setting(None, "factor on the projected update")
     project_embeddings: bool | None = setting(None, "whether embedding and output matrices are projected too")
     similarity: Fraction | None = setting(None, "the interval doubles if a new basis contains this share of the old")
-    residual: bool | None = setting(
-        None, "add the component of the gradient outside of the basis, scaled like the one inside (Fira)"
-    )
+    residual: bool | None = setting(None, "add the gradient outside of the basis, scaled like that inside (Fira)")
     weight_decay: NotNegative | None = setting(None, "weight decay of matrices, not of norms and biases")
 
     @model_validator(mode="before")
@@ -183,3 +183,25 @@ class Optimizer(Section):
 HYPERPARAMETERS = tuple(
     name for name in Optimizer.model_fields if any(name in entry.fields for entry in OPTIMIZERS.values())
 )  # the keys of which some optimizer has a default
+
+
+def register_optimizer(
+    name: str,
+    scale: Callable[..., optax.GradientTransformation],
+    settings: type = AdamWSettings,
+    summary: str = "",
+) -> None:
+    """Adds an optimizer to this process, which `optimizer.name` can then select.
+
+    Args:
+        name: The value of `optimizer.name`.
+        scale: `scale(settings, axes=...)` returns the transformation of gradients, without weight decay and learning
+            rate. `axes`: the names of the dimensions of each weight.
+        settings: A frozen dataclass of hyperparameters with their defaults.
+        summary: One line, with the bytes of state per parameter.
+    """
+    unknown = sorted({field.name for field in dataclasses.fields(settings)} - {*HYPERPARAMETERS})
+    if unknown:
+        known = ", ".join(sorted(HYPERPARAMETERS))
+        raise UserError(f"register_optimizer: {', '.join(unknown)} is not a hyperparameter; expected one of {known}")
+    OPTIMIZERS[name] = Entry(settings, scale, summary)

@@ -55,8 +55,7 @@ def is_prompt(directory: str | Path) -> bool:
 
 
 def adapter_fields(directory: str | Path, model: Decoder) -> tuple[JsonDict, list[str]]:
-    """The fields of `adapter` and the patterns of `optimizer.trainable` that a directory describes, for a base
-    model."""
+    """The fields of `adapter` and the patterns of `optimizer.trainable` in a directory, for a base model."""
     file, settings = _read(directory)
     try:
         kind = settings.get("peft_type", "LORA")
@@ -101,9 +100,8 @@ def _low_rank_fields(directory: str | Path, settings: JsonView, model: Decoder) 
         raise UnsupportedError('target_modules selects no layer of the model; use e.g. "all-linear"')
     rank = read(settings, "r", Size, 8)
     alpha = read(settings, "lora_alpha", Number, 8)
-    ranks = _by_module(settings, "rank_pattern", Size, targets)
+    ranks = dict.fromkeys(targets, rank) | _by_module(settings, "rank_pattern", Size, targets)
     alphas = _by_module(settings, "alpha_pattern", Number, targets)
-    alpha_by_target = {target: alphas[target.name] for target in targets if target.name in alphas}
     bias = settings.get("bias", "none")
     biased = {"none": [], "all": modules, "lora_only": targets}[bias]
     trained = {f"{pattern}.*": None for pattern in _by_pattern(dict.fromkeys(saved, 1), modules)}
@@ -112,11 +110,11 @@ def _low_rank_fields(directory: str | Path, settings: JsonView, model: Decoder) 
         "kind": "dora" if read(settings, "use_dora", bool, False) else "lora",
         "rank": rank,
         "alpha": alpha,
-        "alpha_pattern": _by_pattern(alpha_by_target, modules) or None,
+        "alpha_pattern": _by_pattern(alphas, modules) or None,
         "rslora": read(settings, "use_rslora", bool, False),
         "lora_bias": read(settings, "lora_bias", bool, False),
         "dropout": read(settings, "lora_dropout", Fraction, 0.0),
-        "targets": _by_pattern({target: ranks.get(target.name, rank) for target in targets}, modules),
+        "targets": _by_pattern(ranks, modules),
     }
     return fields, list(trained)
 
@@ -134,16 +132,15 @@ def _has_experts(directory: str | Path) -> bool:
 
 
 def _by_pattern(values: Mapping[HfModule, float], modules: Iterable[HfModule]) -> JsonDict:
-    """{pattern of layers: value}, with one pattern for all layers of a stack or for each run of layers of equal
-    value."""
+    """{pattern of layers: value}: a pattern for all layers of a stack, or for each run of layers of equal value."""
     by_pattern = {}
     for path, group in groupby(modules, key=lambda module: module.path):
         runs = [(value, list(run)) for value, run in groupby(group, key=values.get)]
         for value, run in runs:
             if value is not None:
-                first_part, *path_end = path.split(".")
-                some = "" if len(runs) == 1 else f"[{run[0].layer}:{(run[-1].layer or 0) + 1}]"
-                by_pattern[".".join([first_part + some, *path_end])] = value
+                stack, dot, module = path.partition(".")
+                layers = "" if len(runs) == 1 else f"[{run[0].layer}:{(run[-1].layer or 0) + 1}]"
+                by_pattern[f"{stack}{layers}{dot}{module}"] = value
     return by_pattern
 
 
@@ -198,29 +195,25 @@ def _saved_modules(settings: JsonView, modules: Sequence[HfModule], model: Decod
         if not any(name in module.name for module in matching):
             raise UnsupportedError(f"modules_to_save: {name} is not supported{nearest(name, SUFFIXES)}")
     if model.tie_embeddings and any(module.path == "embedding" for module in matching):
-        raise UnsupportedError(
-            "modules_to_save: an embedding is not supported if tie_word_embeddings is true; remove it"
-        )
+        raise UnsupportedError("modules_to_save: an embedding is not supported with tie_word_embeddings; remove it")
     return matching
 
 
-def _by_module(settings: JsonView, key: str, kind: TypeForm, modules: Sequence[HfModule]) -> JsonDict:
-    """The value of each module in `rank_pattern` or `alpha_pattern`: that of the first regex that matches the end of
-    its name."""
+def _by_module(settings: JsonView, key: str, kind: TypeForm, modules: Sequence[HfModule]) -> dict[HfModule, float]:
+    """The value of each module in `rank_pattern` or `alpha_pattern`: that of the first regex that matches it."""
     patterns = read(settings, key, dict[str, kind], {})
     patterns = {pattern.removesuffix(".weight"): value for pattern, value in patterns.items()}  # `target_parameters`
-    values: JsonDict = {}
+    values: dict[HfModule, float] = {}
     matches = match_names(list(patterns), [module.name for module in modules], key, r"(.*\.)?({})")
     for (pattern, value), matching in zip(patterns.items(), matches, strict=True):
         if not matching:
             raise UnsupportedError(f"{key}: {pattern} matches no target module; use the names in target_modules")
-        values = {**dict.fromkeys(sorted(matching), value), **values}
+        values = {module: value for module in modules if module.name in matching} | values
     return values
 
 
 def base_directory(directory: str | Path) -> tuple[str | None, Path | None]:
-    """The base model that an adapter names (a directory or a name on a hub), and its path if it is a directory of this
-    machine."""
+    """The base model that an adapter names, a directory or an id, and its path if it is a directory here."""
     name = read_json(Path(directory).expanduser() / CONFIG).get("base_model_name_or_path")
     if not isinstance(name, str):
         return None, None

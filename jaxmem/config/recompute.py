@@ -35,8 +35,7 @@ Split = Callable[[int, int], int]
 
 @dataclass(frozen=True)
 class Policy:
-    """What is saved. `splits` returns the split of a stack for its number of layers, or for the K in a policy's
-    name."""
+    """What is saved. `splits` returns the split for the number of layers of a stack, or for the K in the name."""
 
     saved: tuple[str, ...] | None = ()  # activations that each layer saves besides its input; None: all
     splits: Callable[[int], Split] | None = None
@@ -114,19 +113,14 @@ class Memory(Section):
     experts: Literal["auto", "blockwise", "triton"] = setting(
         "auto", "matmuls of experts: all at once (triton), or one block of tokens after the other, in less memory"
     )
-    budget: Positive | None = setting(
-        None, "memory limit in GiB per device; null: memory of the device minus the reserve"
-    )
+    budget: Positive | None = setting(None, "memory limit in GiB per device; null: the device's memory minus reserve")
     loss_chunk: Literal["auto"] | Count = setting("auto", "vocabulary entries per slice of the logits")
     mlp_chunk: Literal["auto"] | Count = setting("auto", "tokens of a sequence per chunk of norms, projections and MLP")
-    head_groups: Literal["auto"] | Count = setting(
-        "auto", "number of groups of heads; attention is computed for one group at a time"
-    )
+    head_groups: Literal["auto"] | Count = setting("auto", "groups of heads; attention is computed for one at a time")
 
 
 def policy_of(remat: object) -> Policy | None:
-    """The policy that `memory.remat` names; "every_4" names the policy "every". None for names of activations and for
-    unknown names."""
+    """The policy that `memory.remat` names ("every_4": "every"); None for names of activations, or unknown names."""
     if not isinstance(remat, str):
         return None
     numbered = re.match(NUMBERED, remat)

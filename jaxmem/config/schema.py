@@ -1,6 +1,6 @@
 """The JSON schema of configs, for editors and docs/config.md."""
 
-from jaxmem.config.combinations import OF_SOURCES, requirements
+from jaxmem.config.combinations import SOURCES_OF, requirements
 from jaxmem.config.networks import FAMILIES, Decoder
 from jaxmem.config.presets import PRESETS
 from jaxmem.config.sections import Config
@@ -18,7 +18,8 @@ def json_schema() -> JsonDict:
             sections |= {**of_kind.pop("$defs", {}), kind.__name__: of_kind}
             model["discriminator"]["mapping"][name] = f"#/$defs/{kind.__name__}"
             model["oneOf"].append({"$ref": f"#/$defs/{kind.__name__}"})
-    for key, (other, values) in {**requirements(), **OF_SOURCES}.items():
+    of_sources = {f"data.{field}": ("data.source", sources) for field, sources in SOURCES_OF.items()}
+    for key, (other, values) in {**requirements(), **of_sources}.items():
         *_, section, field = key.split(".")
         if section != "model":
             described = sections[section.capitalize()]["properties"][field]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, PrivateAttr
 
@@ -17,6 +17,7 @@ from jaxmem.config.base import (
     Fraction,
     Length,
     ListOf,
+    NameIn,
     NotNegative,
     Positive,
     Scaling,
@@ -27,8 +28,8 @@ from jaxmem.config.base import (
     setting,
 )
 from jaxmem.config.mesh import Mesh, Pipeline, Rules
-from jaxmem.config.networks import Decoder, Model, Quantization, UserModel
-from jaxmem.config.optimizers import Optimizer
+from jaxmem.config.networks import Decoder, Model, Network, Quantization, UserModel
+from jaxmem.config.optimizers import OPTIMIZERS, Optimizer
 from jaxmem.config.recompute import Memory
 from jaxmem.config.user import NO_USER_OBJECTS, UserObjects
 from jaxmem.errors import UserError
@@ -61,11 +62,6 @@ SOURCES = {
     "tokens": SourceKind("cache:TokenCache", "tokens"),
 }
 
-if TYPE_CHECKING:
-    SourceName: TypeAlias = str
-else:
-    SourceName = Literal[tuple(SOURCES)]
-
 
 class Objective(Section):
     """The loss. `objective: classify` is short for `objective: {name: classify}`."""
@@ -85,7 +81,9 @@ class Objective(Section):
 class Source(Section):
     """One source of documents."""
 
-    source: SourceName = setting("stdlib", "kind of data; stdlib is the source text of Python's standard library")
+    source: Annotated[str, NameIn(SOURCES)] = setting(
+        "stdlib", "kind of data; stdlib is the source text of Python's standard library"
+    )
     path: str | None = setting(
         None, "a file, a directory, a glob, or a dataset of the hub: org/name, hf://datasets/org/name/data/*.parquet"
     )
@@ -105,9 +103,7 @@ class Data(Source):
     packing: bool = setting(
         True, "true: several documents per sequence, each attends only to itself; false: one per sequence, padded"
     )
-    documents_per_row: Count = setting(
-        31, "largest number of documents per packed sequence; fused attention needs more memory if this is larger"
-    )
+    documents_per_row: Count = setting(31, "most documents per packed sequence; fused attention needs memory for each")
     tokenizer: str = setting("bytes", "bytes, the path of a tokenizer.json or its directory, or org/name of the hub")
     epochs: Count | None = setting(
         None,
@@ -118,14 +114,10 @@ class Data(Source):
         False,
         "read the files one after the other while the run trains; files of the hub are fetched when needed",
     )
-    chat_template: str | None = setting(
-        None, "a Jinja file or a tokenizer_config.json; null: the template of the tokenizer"
-    )
+    chat_template: str | None = setting(None, "a Jinja file or a tokenizer_config.json; null: the tokenizer's template")
     on_overlong: Literal["cut", "drop"] = setting("cut", "what to do with a record longer than sequence_length")
     on_invalid: Literal["stop", "skip"] = setting("stop", "what to do with an invalid record")
-    reference_logprobs: str | None = setting(
-        None, "file with the log-probabilities of the reference model; null: next to the data"
-    )
+    reference_logprobs: str | None = setting(None, "log-probabilities of the reference model; null: next to the data")
     held_out: Fraction = setting(
         0.02,
         "share of the records for evaluation; a long text (above 16 KiB) is several records, and some of them may be"
@@ -208,9 +200,7 @@ class Train(Section):
     on_nan: Literal["stop", "skip"] = setting("stop", "on a NaN or infinite loss or gradient: stop, or skip the update")
     max_skipped: Count = setting(10, "largest number of consecutive skipped updates before the run stops")
     deterministic: bool = setting(False, "on GPUs: bitwise reproducible results; may be slower")
-    profile: Annotated[tuple[Count, Count], Field(strict=False)] | None = setting(
-        None, "[first, last]: steps to profile"
-    )
+    profile: Annotated[tuple[Count, Count], Field(strict=False)] | None = setting(None, "steps to profile: first, last")
     trackers: ListOf[Literal["tensorboard", "wandb"]] = setting((), "services that also receive the metrics")
 
 
@@ -241,23 +231,17 @@ class Generate(Section):
 class Cluster(Section):
     """Several processes, on one host or many."""
 
-    heartbeat_timeout: Annotated[int, Field(ge=2)] = setting(
-        20, "seconds without a heartbeat after which a process counts as lost"
-    )
+    heartbeat_timeout: Annotated[int, Field(ge=2)] = setting(20, "seconds without a heartbeat until a process is lost")
     start_timeout: Count = setting(300, "seconds to wait for all processes")
     preflight: bool = setting(True, "measure compute and communication before training")
-    elastic: bool = setting(
-        False, "with too few devices for the mesh: reduce mesh.replica or mesh.fsdp, increase batch.accumulate"
-    )
+    elastic: bool = setting(False, "with too few devices: less mesh.replica or mesh.fsdp, more batch.accumulate")
 
 
 class Config(Section):
     """The config of a run: its sections, and values that are derived from several sections."""
 
     name: str = setting(..., "name of the run's directory in output")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = setting(
-        0, "seed of initial weights, data order, dropout and rounding"
-    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = setting(0, "seed of weights, data order, dropout and rounding")
     output: str = setting("runs", "directory of all runs")
     objective: Objective = Objective()
     model: Model
@@ -289,6 +273,12 @@ class Config(Section):
         cfg = self.model_copy()
         cfg._user = user
         return cfg
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether a script registered the optimizer or the family of models."""
+        is_known = type(self.model) in get_args(Network)  # the family of a script may be a subclass
+        return callable(OPTIMIZERS[self.optimizer.name].implementation) or not is_known
 
     @property
     def reads_text(self) -> bool:
@@ -343,14 +333,14 @@ class Config(Section):
     @property
     def expert_precision(self) -> Precision:
         """`precision` with the stored format of frozen experts."""
-        form = self.adapter.experts
-        return self.base_precision if form is None else self.precision.replace(parameters=form)
+        stored = self.adapter.experts
+        return self.base_precision if stored is None else self.precision.replace(parameters=stored)
 
     @property
     def embedding_precision(self) -> Precision:
         """`precision` with the stored format of frozen embeddings and output projection."""
-        form = self.adapter.embeddings
-        return self.base_precision if form is None else self.precision.replace(parameters=form)
+        stored = self.adapter.embeddings
+        return self.base_precision if stored is None else self.precision.replace(parameters=stored)
 
     @property
     def needs_global_norm_first(self) -> bool:

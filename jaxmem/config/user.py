@@ -57,18 +57,6 @@ class Parts(ModelParts, total=False):
     optimizer: optax.GradientTransformation | None
 
 
-def check_parts(parts: Mapping[str, object]) -> None:
-    """Refuses unknown arguments, and arguments of another kind than `Parts` describes."""
-    for name, part in parts.items():
-        if name not in Parts.__annotations__:
-            raise UserError(f"unknown argument {name}{nearest(name, Parts.__annotations__)}")
-        if part is None or name in ("data", "held_out"):  # which UserBatches checks
-            continue
-        is_valid, expected = _KINDS[name]
-        if not is_valid(part):
-            raise UserError(f"the argument {name} must be {expected}, not {_described(part)}")
-
-
 def _described(part: object) -> str:
     if isinstance(part, str):
         return f"the text {part}"
@@ -180,3 +168,30 @@ class UserBatches:
                 expected = "an array of numbers of shape [rows, ...]"
                 raise UserError(f"{self.argument}: batch[{name!r}] must be {expected}, not {given}")
         return arrays
+
+
+_EXCLUSIVE = (("model", "network"), ("loss", "loss_with_keys"))
+_REQUIRES = {"axes": "model", "layers": "model", "held_out": "data"}
+
+
+def user_objects(parts: Mapping[str, object]) -> UserObjects:
+    """The parts as the attribute `user` of a config. Parts that `Parts` does not describe are refused."""
+    for name in parts:
+        if name not in Parts.__annotations__:
+            raise UserError(f"unknown argument {name}{nearest(name, Parts.__annotations__)}")
+    given: JsonDict = {name: part for name, part in parts.items() if part is not None}
+    for name, part in given.items():
+        if name in _KINDS:
+            is_valid, expected = _KINDS[name]
+            if not is_valid(part):
+                raise UserError(f"the argument {name} must be {expected}, not {_described(part)}")
+        else:
+            given[name] = UserBatches(part, name)
+    for name, other in _EXCLUSIVE:
+        if {name, other} <= given.keys():
+            raise UserError(f"the arguments {name} and {other} exclude each other; pass one of them")
+    for name, other in _REQUIRES.items():
+        if name in given and other not in given:
+            raise UserError(f"the argument {name} requires the argument {other}; remove {name}, or pass {other}")
+    layers = given.get("layers", ())
+    return UserObjects(**given | {"layers": (layers,) if isinstance(layers, str) else tuple(layers)})

@@ -20,7 +20,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.typing import DTypeLike
 
 from jaxmem.config import networks
-from jaxmem.config.check_decoder import decoder_errors
+from jaxmem.config.check import decoder_errors
 from jaxmem.config.hf_families import text_name, text_settings
 from jaxmem.config.hf_quantized import scheme_of
 from jaxmem.config.hf_values import read_json

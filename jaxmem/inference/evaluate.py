@@ -15,9 +15,8 @@ import jax
 from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.checkpoint.metrics import MAX_METRIC
 from jaxmem.config import Data
-from jaxmem.config.combinations import OF_SOURCES
-from jaxmem.config.methods import user_objects
-from jaxmem.config.user import ModelParts, UserData
+from jaxmem.config.combinations import SOURCES_OF
+from jaxmem.config.user import ModelParts, UserData, user_objects
 from jaxmem.data.corpus import BATCHES_OF_SCRIPT, Corpus, Split, source_of
 from jaxmem.data.user import open_loader
 from jaxmem.distributed.agree import any_process, gather, serialized
@@ -79,7 +78,7 @@ def evaluate(
     if data is None and is_run(run) and not any(word.startswith(DATA_KEYS) for word in overrides):
         _check_has_data(run, overrides)
     if parts or not (data is None or isinstance(data, str)):
-        objects = user_objects({**parts, "data": data})  # type: ignore[typeddict-item]
+        objects = user_objects({**parts, "data": data})
         objects = dataclasses.replace(objects, held_out=objects.data)  # not two: an iterator is read once
         program, params = open_run(run, [*WITHOUT_TRAINING, *overrides], objects)
         with Evaluator(program) as evaluator:
@@ -112,7 +111,7 @@ def _check_has_data(run: str | Path, overrides: Sequence[str]) -> None:
 def _settings_of(data: str) -> list[str]:
     """Settings that replace the data of a run by these files. Settings that their source does not have are reset."""
     source = source_of(data)
-    unused = [key for key, (_, sources) in OF_SOURCES.items() if source not in sources]
-    reset = [f"{key}={as_yaml(getattr(Data(), key.removeprefix('data.')))}" for key in unused]
+    unused = [field for field, sources in SOURCES_OF.items() if source not in sources]
+    reset = [f"data.{field}={as_yaml(getattr(Data(), field))}" for field in unused]
     given = [f"data.source={source}", f"data.path={json.dumps(data)}"]
     return [*reset, *given, "data.mixture=[]", "data.streaming=false"]

@@ -39,6 +39,6 @@ def register_model(section: Any, network: Any) -> None:
     the default of its field `family` is the name. `network`: a class derived from `jaxmem.models.network.Network` (for
     images `ImageNetwork`); `network(section, rngs, execution)` returns the network.
     """
-    from jaxmem.config.register import register_family
+    from jaxmem.config.networks import register_family
 
     NETWORKS[register_family(section)] = network

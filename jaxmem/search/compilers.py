@@ -19,7 +19,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Self, TypeVar
 
 from jaxmem.config import Config
-from jaxmem.config.register import is_registered
 from jaxmem.errors import UserError
 from jaxmem.machine import devices
 from jaxmem.machine.gpus import GIB
@@ -143,7 +142,7 @@ class CompilerPool:
 def _is_of_script(cfg: Config) -> bool:
     """Whether other processes lack a part of the config: what a script passes, or an optimizer or a family of models
     that it has registered."""
-    return is_registered(cfg) or not cfg.user.is_empty
+    return cfg.is_registered or not cfg.user.is_empty
 
 
 class _CompilerProcess:

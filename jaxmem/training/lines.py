@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from jaxmem.checkpoint.same_run import changed
 from jaxmem.config import LOW_RANK, Config
-from jaxmem.config.register import is_registered
 from jaxmem.config.sections import Data
 from jaxmem.errors import abridge
 from jaxmem.step.programs import Program
@@ -169,4 +168,4 @@ def _needs_script(cfg: Config) -> bool:
     """Whether the commands of `jaxmem` cannot open a run: its model, loss, data or the name of its optimizer exist only
     in the process of a script."""
     user = cfg.user
-    return is_registered(cfg) or user.has_model or any((user.data, user.loss, user.loss_with_keys))
+    return cfg.is_registered or user.has_model or any((user.data, user.loss, user.loss_with_keys))

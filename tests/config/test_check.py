@@ -106,6 +106,11 @@ def lines(base: dict, *overrides: str) -> list[str]:
             ["memory.mlp_chunk=64", "memory.remat={save: [mlp_hidden]}"],
             "memory.mlp_chunk=64 ... memory.remat.save=mlp_hidden ... memory.mlp_chunk=auto",
         ),
+        (
+            TEXT,
+            ["memory.mlp_chunk=1", "memory.offload=[mlp_hidden]", "memory.remat=full"],
+            "memory.mlp_chunk=1 ... memory.offload=[mlp_hidden] ... memory.mlp_chunk=auto",
+        ),
         (TEXT, ["memory.head_groups=3"], "memory.head_groups=3 ... memory.head_groups=2"),
         (TEXT, ["memory.offload=[atention]", "memory.remat=full"], "memory.offload=atention ... model.family=decoder"),
         (

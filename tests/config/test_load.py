@@ -122,7 +122,7 @@ def test_missing_file_names_the_nearest(file):
     ("text", "expected"),
     [
         ("", " is empty; write `key: value` lines"),
-        ("- 1\n", ": must contain `key: value` lines, not [1]"),
+        ("- 1\n", " contains [1]; write `key: value` lines"),
         ("a: 1\nb: 2\na: 3\n", ":3:1: a is set twice"),
         ("mesh: {fsdp: 1, fsdp: 2}", ":1:17: fsdp is set twice"),
         ("1: 2\n", ":1:1: a key must be text"),

@@ -9,9 +9,8 @@ import pytest
 from jaxmem import register_optimizer
 from jaxmem.config import load_config
 from jaxmem.config.base import setting
-from jaxmem.config.networks import FAMILIES, Mlp
+from jaxmem.config.networks import FAMILIES, Mlp, register_family
 from jaxmem.config.optimizers import OPTIMIZERS, AdamSettings, Optimizer
-from jaxmem.config.register import register_family
 from jaxmem.config.schema import json_schema
 from jaxmem.errors import UserError
 

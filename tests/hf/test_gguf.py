@@ -246,7 +246,7 @@ def test_a_quantization_that_the_package_does_not_decode_is_named(tmp_path: Path
     integers = struct.pack("<IQIQ", 1, 16, 24, 0)  # I8
     architecture = text(b"general.architecture") + struct.pack("<I", 8) + text(b"llama")
     (tmp_path / "x.gguf").write_bytes(header(architecture, text(b"a"), integers, bytes(64), tensors=1, settings=1))
-    with pytest.raises(UserError, match="does not decode I8, the quantization of 'a'"):
+    with pytest.raises(UserError, match="does not decode I8, used by 'a'"):
         local_directory(str(tmp_path / "x.gguf"), "model.hf")
 
 

@@ -79,7 +79,7 @@ def test_what_is_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [name for name in ids + paths if is_id(name)] == ids
     assert [local_directory(name, "model.hf") for name in paths] == paths
     assert [is_model(name) for name in (*ids, "configs/name")] == [True, True, False]
-    with pytest.raises(UserError, match=r"model.hf=org/na--me .* nor a valid model id"):
+    with pytest.raises(UserError, match=r"model.hf=org/na--me .* nor a model on the hub"):
         local_directory("org/na--me", "model.hf")
     with pytest.raises(UserError, match=r"model.hf=org/name .* cannot be reached"):
         load_config({"name": "x", "model": {"hf": "org/name"}, "train": {"steps": 1}})

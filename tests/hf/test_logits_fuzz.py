@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from jaxmem import hf
 from jaxmem.config import Decoder
-from jaxmem.config.check_decoder import decoder_errors
+from jaxmem.config.check import decoder_errors
 from jaxmem.config.hf_values import UnsupportedError
 from jaxmem.config.hugging_face import family_of, fields_of
 from tests.hf.logits_fuzz import BASES, SHOWN

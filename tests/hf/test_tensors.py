@@ -239,7 +239,7 @@ def test_a_file_with_all_weights_is_read_beside_an_index(tmp_path: Path, directo
     ("name", "keys", "message"),
     [
         ("gemma2", {"layer_types": ["chunked_attention"] * 3}, "layer_types=.* must be .*sliding_attention"),
-        ("gemma2", {"layer_types": ["full_attention"] * 2}, "layer_types has 2 values, but num_hidden_layers=3"),
+        ("gemma2", {"layer_types": ["full_attention"] * 2}, "layer_types has 2 values; expected num_hidden_layers=3"),
         ("gemma2", {"final_logit_softcapping": -1}, "final_logit_softcapping=-1 must be above 0"),
         (
             "gemma2",

@@ -110,7 +110,7 @@ def test_the_backward_pass_stops_where_nothing_learns():
             r"memory.update=during does not support training only some layers",
         ),
         ({"adapter": {"base": "nf4"}}, r"adapter.base=nf4 does not support training only some layers \(blocks\[-1:\]"),
-        ({"adapter": {"layers": 3}}, "adapter.layers=3 exceeds the 2 layers of the model; use adapter.layers=2"),
+        ({"adapter": {"layers": 3}}, "adapter.layers=3 exceeds model.layers=2; use adapter.layers=2"),
         (
             {"adapter": {"rank": 4}},
             "adapter.rank=4 requires adapter.kind=lora, dora or qlora, not last_layers",
