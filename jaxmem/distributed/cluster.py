@@ -84,7 +84,7 @@ def find(timeout: float = 300) -> Cluster | None:
         raise UserError(f"JAX_COORDINATOR_ADDRESS={address} must be HOST:PORT, such as node1:1234")
     if not 0 <= process < count:
         raise UserError(f"JAX_PROCESS_ID={process} is out of range; use 0 to {count - 1}")
-    return Cluster(address, count, process, _own_devices(scheduler))
+    return Cluster(address, count, process, _local_devices(scheduler))
 
 
 def _scheduler(is_given: bool) -> Scheduler | None:
@@ -127,25 +127,18 @@ def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _process_id(scheduler: Scheduler) -> int:
+    # jax 0.11 asks mpi4py instead if the version of Open MPI is 5 or newer; all versions set this variable.
     if scheduler.name == "ompi":
-        return _ompi_number("OMPI_COMM_WORLD_RANK")
+        return int(os.environ["OMPI_COMM_WORLD_RANK"])
     return int(_ask(scheduler.get_process_id))
 
 
 def _process_count(scheduler: Scheduler) -> int:
     if scheduler.name == "ompi":
-        return _ompi_number("OMPI_COMM_WORLD_SIZE")
+        return int(os.environ["OMPI_COMM_WORLD_SIZE"])
     # In a shell inside an allocation, SLURM_NTASKS counts the entire allocation.
     step = os.environ.get("SLURM_STEP_NUM_TASKS") if scheduler.name == "slurm" else None
     return int(step or _ask(scheduler.get_process_count))
-
-
-def _ompi_number(name: str) -> int:
-    """A number that every version of Open MPI sets. jax 0.11 asks mpi4py instead if the version is 5 or newer."""
-    number = _number(os.environ, name)
-    if number is None:
-        raise UserError(f"Open MPI does not identify the processes of this run ({name} is not set); set {ALL}")
-    return number
 
 
 def _address(scheduler: Scheduler, timeout: float) -> str:
@@ -176,23 +169,25 @@ def _place_on_host(scheduler: Scheduler) -> tuple[int, int] | None:
     return int(os.environ["SLURM_LOCALID"]), counts[node]
 
 
-def _own_devices(scheduler: Scheduler | None) -> tuple[int, ...] | None:
+def _local_devices(scheduler: Scheduler | None) -> tuple[int, ...] | None:
     """An equal share of the visible GPUs, in order of the process numbers on this host."""
     if given := os.environ.get("JAX_LOCAL_DEVICE_IDS"):
         if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", given):
             raise UserError(f"JAX_LOCAL_DEVICE_IDS={given} must be numbers of GPUs, such as 0,1; unset it to use all")
         return tuple(int(number) for number in given.split(","))
     place = _place_on_host(scheduler) if scheduler else None
-    seen = visible_gpus()
-    if place is None or place[1] == 1 or seen < place[1]:
+    if place is None:
         return None
-    which, of = place
-    if seen % of:
+    index, processes = place
+    seen = visible_gpus()
+    if processes == 1 or seen < processes:
+        return None
+    if seen % processes:
         raise UserError(
-            f"{of} processes on this host cannot share {seen} GPUs equally; start one per GPU, or one per host"
+            f"{processes} processes on this host cannot share {seen} GPUs equally; start one per GPU, or one per host"
         )
-    count = seen // of
-    return tuple(range(which * count, (which + 1) * count))
+    count = seen // processes
+    return tuple(range(index * count, (index + 1) * count))
 
 
 def visible_gpus() -> int:

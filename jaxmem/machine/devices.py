@@ -187,14 +187,13 @@ def use_cpu_without_gpu(*, only_compile: bool = False) -> None:
 
 
 def cache_compiled_programs(output: str | Path) -> None:
-    """Cache compiled programs for accelerators in `output/.compiled`, so that restarts, on hosts that share the
-    directory, do not compile again. JAX_COMPILATION_CACHE_DIR sets another directory,
-    JAX_ENABLE_COMPILATION_CACHE=false turns the cache off. Programs for CPUs are not cached: compiling them is fast,
-    and they depend on the instructions of the CPU."""
+    """Cache compiled programs in `output/.compiled`, so that restarts, on hosts that share the directory, do not
+    compile again. JAX_COMPILATION_CACHE_DIR sets another directory, JAX_ENABLE_COMPILATION_CACHE=false turns the cache
+    off."""
     import jax
 
     config: Any = jax.config
-    if jax.default_backend() != "cpu" and config.jax_compilation_cache_dir is None:
+    if config.jax_compilation_cache_dir is None:
         config.update("jax_compilation_cache_dir", str(Path(output, ".compiled").absolute()))
 
 

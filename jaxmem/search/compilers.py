@@ -63,8 +63,8 @@ class CompilerPool:
         is_measured = reserve_gib is None and target.withheld is not None
         self.reserve_gib = reserved_memory(target) / GIB if is_measured else reserve_gib
         memory = devices.host_memory()["available"]
-        # One process per core if the memory is sufficient; for local devices this process compiles.
-        self.processes = 1 if target.here else processes or max(1, min(devices.cores(), memory // WORKER_BYTES))
+        # One process per core if the memory is sufficient.
+        self.processes = processes or max(1, min(devices.cores(), memory // WORKER_BYTES))
         self.compiled = 0  # number of compiled programs, without answers from the cache
         self._started: list[_CompilerProcess] = []
         self._idle: list[_CompilerProcess] = []
@@ -110,7 +110,7 @@ class CompilerPool:
     def _answer(self, question: str, cfg: Config) -> JsonDict:
         key = worker.config_key(question, cfg, self.target, self.reserve_gib)
         answer: JsonDict | None
-        if self.target.here or _is_of_script(cfg):
+        if _is_of_script(cfg):
             with self._lock:
                 answer = worker.answer(question, cfg, self.target, self.reserve_gib)
         elif (answer := worker.read_answer(key)) is None:

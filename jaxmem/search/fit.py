@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Unpack
 
 from jaxmem.config import Config
@@ -21,7 +20,6 @@ from jaxmem.config.methods import (
     without_replaced,
 )
 from jaxmem.errors import UserError, as_yaml
-from jaxmem.machine.console import Printed
 from jaxmem.planning.accuracy import published_range
 from jaxmem.planning.budget import resolve_remat
 from jaxmem.planning.result import PlanWarning
@@ -30,7 +28,7 @@ from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.search.candidates import Candidate
 from jaxmem.search.comparison import Comparison, command_line, compare
 from jaxmem.search.compilers import CompilerPool, compile_target
-from jaxmem.search.fastest import Progress, Search, Trials, save_best, target_json
+from jaxmem.search.fastest import Progress, Search, SearchResult, Trials, target_json
 from jaxmem.search.knobs import DEFAULT_ALLOW, allowed
 from jaxmem.typing import JsonDict
 
@@ -40,7 +38,7 @@ DEFAULT_COMPILES = 12  # steps to compile at most, by default
 
 
 @dataclass(frozen=True)
-class Fit(Printed):
+class Fit(SearchResult):
     given: Config
     target: Target
     trials: Trials
@@ -63,8 +61,10 @@ class Fit(Printed):
         return self.trials.front()
 
     @property
-    def best(self) -> Candidate | None:
+    def best_candidate(self) -> Candidate | None:
         return self.front[0] if self.front else None
+
+    best = best_candidate
 
     @cached_property
     def slow_settings(self) -> list[PlanWarning]:
@@ -104,10 +104,6 @@ class Fit(Printed):
             return f"needs about {format_bytes(candidate.total)}; not compiled"
         return f"{about}{candidate.seconds / self.best.seconds:.2f} x the time of the fastest"
 
-    def write(self, path: str | Path) -> None:
-        """The best config as a file for `train`."""
-        save_best(self.best, path)
-
     def as_json(self) -> JsonDict:
         return {
             "target": target_json(self.target, self.trials.limit),
@@ -126,10 +122,6 @@ class Fit(Printed):
     def _json(self, candidate: Candidate) -> JsonDict:
         about = {"compiled": candidate.cost is not None, "why": self.reason(candidate)}
         return candidate.as_json(fits=self.trials.fits(candidate)) | about
-
-    def table(self) -> Any:
-        """A table for a terminal."""
-        return self
 
     def __rich_console__(self, *_: Any) -> Iterator[Any]:
         from rich.table import Table
@@ -195,23 +187,23 @@ def fit(
             are compared if the source is a model. `sequence_length`, `batch`, `overrides`.
     """
     aim = compile_target(target)
-    methods = [name.strip() for name in (options.get("method") or "").split(",")]
-    compares = len(methods) > 1 or (is_model(source) and options.get("method") is None)
+    method = options.get("method")
+    methods = [check_method(name.strip()) for name in method.split(",")] if method else []
+    compares = len(methods) > 1 or (not methods and is_model(source))
     for name, value in (("allow", allow), ("compiles", compiles)):
         if compares and value is not None:
             raise UserError(f"{name}={as_yaml(value)} supports a single method only; use method=NAME")
-    if len(methods) > 1:
+    if compares:
         options["method"] = None
-    names = [check_method(name) for name in methods] if len(methods) > 1 else []
     overrides = options.get("overrides", ())
-    if compares and (override := setting_of_method(names or METHODS, overrides)):
+    if compares and (override := setting_of_method(methods or METHODS, overrides)):
         # Each row would have the name of its method, and the figures of this setting.
         raise UserError(f"{override} supports a single method only; choose the method too, e.g. --method lora")
     config = functools.partial(run_config, source, devices=aim.count, **options)
     command = command_line(source, {**options, "reserve": reserve_gib})
     with CompilerPool(aim, reserve_gib) as compilers:
         if compares:
-            return compare(config, command, compilers, progress, methods=names)
+            return compare(config, command, compilers, progress, methods=methods)
         cfg = config()
         words = DEFAULT_ALLOW if allow is None else allow
         most = DEFAULT_COMPILES if compiles is None else compiles

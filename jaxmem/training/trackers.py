@@ -19,7 +19,7 @@ import jax
 from jaxmem.checkpoint.metrics import finite_or_null, parse_row
 from jaxmem.config import Config
 from jaxmem.errors import UserError
-from jaxmem.machine.files import write_file
+from jaxmem.machine.files import atomic_file, write_file
 from jaxmem.typing import JsonView
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
@@ -155,12 +155,14 @@ def _drop_after(path: Path, step: int) -> float:
     seconds = 0.0
     if not path.exists():
         return seconds
-    partial = path.with_name(f"{path.name}.partial")
-    with path.open(encoding="utf-8", errors="replace") as old, partial.open("w", encoding="utf-8") as new:
+    with (
+        atomic_file(path) as kept,
+        path.open(encoding="utf-8", errors="replace") as old,
+        kept.open("w", encoding="utf-8") as new,
+    ):
         for line in old:
             row = parse_row(line)
             if row is not None and row["step"] <= step:
                 new.write(line if line.endswith("\n") else f"{line}\n")
                 seconds = row.get("seconds") or seconds
-    partial.replace(path)
     return seconds
