@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxmem.config import Config
+from jaxmem.config import Config, Decoder
 from jaxmem.config.combinations import value_of
 from jaxmem.config.devices import for_devices, resolve
 from jaxmem.config.load import config_of
@@ -64,6 +64,12 @@ class Candidate:
     def seconds(self) -> float:
         """Seconds of a step."""
         return self.cost.seconds if self.cost else self.seconds_ratio * (self.estimate.seconds or 0.0)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second on all devices; for image models, images per second."""
+        length = self.cfg.data.sequence_length if isinstance(self.cfg.model, Decoder) else 1
+        return self.cfg.batch.global_size * length / self.seconds
 
     @property
     def changes(self) -> Change:

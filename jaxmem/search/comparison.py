@@ -8,7 +8,6 @@ only if no other fits, or if it is estimated to be faster.
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,6 @@ from jaxmem.config.methods import METHODS, RunSource, without_replaced
 from jaxmem.errors import one_line
 from jaxmem.machine.gpus import GIB
 from jaxmem.planning.accuracy import published_range
-from jaxmem.planning.budget import resolve_remat
 from jaxmem.planning.targets import Target
 from jaxmem.planning.units import format_bytes, format_command, format_seconds, last_overrides
 from jaxmem.search.candidates import Candidate
@@ -41,9 +39,9 @@ OFFLOAD = "memory.offload"
 class MethodSearch:
     """A search of the fastest config of a method: configs that do not offload first, then those that do."""
 
-    def __init__(self, original: Config, compilers: CompilerPool, progress: Progress) -> None:
-        cfg, _ = resolve_remat(original, compilers.target, compilers.reserve_gib, compiles=False)
-        self._search = Search(cfg, original, MEMORY_KNOBS, compilers, progress)
+    def __init__(self, name: str, cfg: Config, compilers: CompilerPool, progress: Progress) -> None:
+        self._name = name
+        self._search = Search(cfg, MEMORY_KNOBS, compilers, lambda line: progress(f"{name}: {line}"))
         self.trials = self._search.trials
         self._offloading = [candidate for candidate in self.trials.all if OFFLOAD in candidate.changes]
         self._on_device = [candidate for candidate in self.trials.all if OFFLOAD not in candidate.changes]
@@ -57,6 +55,9 @@ class MethodSearch:
         fitting = [candidate.seconds for candidate in self._offloading if self.trials.fits(candidate)]
         if min(fitting, default=math.inf) * MIN_SPEEDUP < front[0].seconds:
             self._compile(self._offloading, 1)
+
+    def result(self) -> MethodResult:
+        return MethodResult.of(self._name, self.trials)
 
     def _compile(self, among: Sequence[Candidate], most: int) -> None:
         """Compiles at most `most` of these candidates, until one of them fits, if one may fit."""
@@ -148,9 +149,7 @@ class Comparison(SearchResult):
     def tokens_per_second(self, candidate: Candidate) -> float | None:
         """Tokens per second of all devices, from the estimated time; None if it is unknown, or the model has no
         tokens."""
-        if not candidate.seconds or not isinstance(self.given.model, Decoder):
-            return None
-        return self.given.batch.global_size * self.given.data.sequence_length / candidate.seconds
+        return candidate.rate if candidate.seconds and isinstance(self.given.model, Decoder) else None
 
     def _json(self, result: MethodResult) -> JsonDict:
         method = METHODS[result.name]
@@ -242,30 +241,23 @@ def compare(
         current: A config, whose methods are replaced; a method with an equal config is left out.
     """
     start = time.perf_counter()
-    target = compilers.target
-    searched: dict[str, MethodSearch | str] = {}
+    outcomes: list[MethodSearch | MethodResult] = []
     for name in methods or METHODS:
         try:
             cfg = config(method=name)
             if cfg == current:
                 continue
-            search = MethodSearch(cfg, compilers, functools.partial(_report, progress, name))
-            searched[name] = search
-            progress(str(MethodResult.of(name, search.trials)))
+            search = MethodSearch(name, cfg, compilers, progress)
+            progress(str(search.result()))
+            outcomes.append(search)
         except Exception as error:  # noqa: BLE001 - a method that fails must not end the comparison
-            searched[name] = one_line(error)
-            progress(f"{name}: {searched[name]}")
-    searches = [search for search in searched.values() if isinstance(search, MethodSearch)]
+            failure = MethodResult(name, None, reason=one_line(error))
+            progress(str(failure))
+            outcomes.append(failure)
+    searches = [outcome for outcome in outcomes if isinstance(outcome, MethodSearch)]
     with ThreadPoolExecutor(compilers.processes) as pool:
         list(pool.map(MethodSearch.compile, searches))
-    results = [
-        MethodResult(name, None, reason=outcome) if isinstance(outcome, str) else MethodResult.of(name, outcome.trials)
-        for name, outcome in searched.items()
-    ]
+    results = tuple(outcome.result() if isinstance(outcome, MethodSearch) else outcome for outcome in outcomes)
     limit = searches[0].trials.limit if searches else 0
     seconds = time.perf_counter() - start
-    return Comparison(config(), target, limit, tuple(results), command, seconds, replaces=current is not None)
-
-
-def _report(progress: Progress, name: str, line: str) -> None:
-    progress(f"{name}: {line}")
+    return Comparison(config(), compilers.target, limit, results, command, seconds, replaces=current is not None)

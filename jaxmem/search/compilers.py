@@ -110,7 +110,7 @@ class CompilerPool:
     def _answer(self, question: str, cfg: Config) -> JsonDict:
         key = worker.config_key(question, cfg, self.target, self.reserve_gib)
         answer: JsonDict | None
-        if _is_of_script(cfg):
+        if is_registered(cfg) or not cfg.user.is_empty:  # other processes lack what a script passes or registers
             with self._lock:
                 answer = worker.answer(question, cfg, self.target, self.reserve_gib)
         elif (answer := worker.read_answer(key)) is None:
@@ -138,12 +138,6 @@ class CompilerPool:
             raise
         with self._lock:
             self._idle.append(process)
-
-
-def _is_of_script(cfg: Config) -> bool:
-    """Whether other processes lack a part of the config: what a script passes, or an optimizer or a family of models
-    that it has registered."""
-    return is_registered(cfg) or not cfg.user.is_empty
 
 
 class _CompilerProcess:

@@ -13,6 +13,7 @@ from pathlib import Path
 from jaxmem.config import Config, save_settings
 from jaxmem.errors import UserError
 from jaxmem.machine.console import Printed
+from jaxmem.planning.budget import resolve_remat
 from jaxmem.planning.targets import Target, usable_memory
 from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.search.candidates import Candidate, Space, pareto_front
@@ -106,13 +107,11 @@ def target_json(target: Target, limit: int) -> JsonDict:
 
 
 class Search:
-    """A search among all configs that differ from one config in the settings of some knobs. `original`: the config as
-    the user wrote it; in `cfg` a policy is in place of `memory.remat: auto`."""
+    """A search among all configs that differ from one config in the settings of some knobs."""
 
-    def __init__(
-        self, cfg: Config, original: Config, knobs: Sequence[Knob], compilers: CompilerPool, progress: Progress
-    ) -> None:
-        self._space = Space(cfg, compilers.target, knobs, original=original)
+    def __init__(self, cfg: Config, knobs: Sequence[Knob], compilers: CompilerPool, progress: Progress) -> None:
+        start, _ = resolve_remat(cfg, compilers.target, compilers.reserve_gib, compiles=False)
+        self._space = Space(start, compilers.target, knobs, original=cfg)
         self._compilers = compilers
         self._progress = progress
         limit = usable_memory(compilers.target, cfg.memory, compilers.reserve_gib)

@@ -21,7 +21,6 @@ from jaxmem.config.methods import (
 )
 from jaxmem.errors import UserError, as_yaml
 from jaxmem.planning.accuracy import published_range
-from jaxmem.planning.budget import resolve_remat
 from jaxmem.planning.result import PlanWarning
 from jaxmem.planning.targets import Target
 from jaxmem.planning.units import format_bytes, format_seconds
@@ -240,8 +239,7 @@ def search(
     target = compilers.target
     if compiles < 1:
         raise UserError(f"compiles={compiles} must be at least 1")
-    start_cfg, _ = resolve_remat(cfg, target, compilers.reserve_gib, compiles=False)
-    searched = Search(start_cfg, cfg, allowed(allow), compilers, progress)
+    searched = Search(cfg, allowed(allow), compilers, progress)
     progress(f"{len(searched.trials.all):,} configs estimated; compiling at most {compiles}")
     searched.compile(compiles)
     if not searched.trials.compiled:

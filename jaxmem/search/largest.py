@@ -41,13 +41,6 @@ class Point:
     candidate: Candidate
     fits: bool
 
-    @property
-    def rate(self) -> float:
-        """Tokens per second on all devices; for image models, images per second."""
-        cfg = self.candidate.cfg
-        length = cfg.data.sequence_length if isinstance(cfg.model, Decoder) else 1
-        return cfg.batch.global_size * length / self.candidate.seconds
-
 
 @dataclass(frozen=True)
 class Largest(SearchResult):
@@ -80,7 +73,7 @@ class Largest(SearchResult):
 
     def as_json(self) -> JsonDict:
         points = {
-            point.value: {"value": point.value, "rate": point.rate} | point.candidate.as_json(fits=point.fits)
+            point.value: {"value": point.value, "rate": point.candidate.rate} | point.candidate.as_json(fits=point.fits)
             for point in self.points
         }
         return {
@@ -102,7 +95,7 @@ class Largest(SearchResult):
                 f"{point.value:,}",
                 format_bytes(point.candidate.total),
                 format_seconds(point.candidate.seconds),
-                f"{point.rate:,.0f}",
+                f"{point.candidate.rate:,.0f}",
             )
             rows.append((*numbers, "fits" if point.fits else "does not fit"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import NamedTuple, Self
 
 import jax
@@ -19,6 +20,7 @@ from rich.table import Column, Table
 from jaxmem.machine.console import Console
 from jaxmem.machine.gpus import GIB
 from jaxmem.machine.terminal import say
+from jaxmem.planning.units import format_count
 from jaxmem.typing import JsonDict, JsonView
 
 
@@ -147,11 +149,11 @@ class Progress:
 
     def _shown(self, row: JsonView, now: float) -> list[str]:
         """The parts of a progress line, most important first."""
-        parts = [f"loss {short_loss(float(row['loss']))}"] if "loss" in row else []
-        parts.append(f"{short_count(row['tokens_per_second'])} {self.spec.unit}/s")
+        parts = [f"loss {row['loss']:.5g}"] if "loss" in row else []
+        parts.append(f"{format_count(row['tokens_per_second'])} {self.spec.unit}/s")
         if done := self._step - self._first:
             left = max(self.spec.total_steps - self._step, 0) * (now - self._start) / done
-            parts.append(f"{short_time(left)} left")
+            parts.append(f"{timedelta(seconds=round(left))} left")
         if "mfu" in row:
             parts.append(f"{row['mfu']:.0%} MFU")
         if "bytes_in_use" in row:
@@ -194,40 +196,3 @@ def device_memory() -> dict[str, int]:
     stats = [stat for device in jax.local_devices() if (stat := device.memory_stats())]
     keys = ("bytes_in_use", "peak_bytes_in_use")
     return {key: max(stat[key] for stat in stats) for key in keys} if stats else {}
-
-
-def short_count(number: float) -> str:
-    """A number as three digits and a power of 1000.
-
-    >>> [short_count(x) for x in (0.25, 7.25, 999.4, 12345, 999_999, 2.5e9)]
-    ['0.25', '7.25', '999', '12.3k', '1.00M', '2.50G']
-    """
-    units = ["", "k", "M", "G", "T"]
-    while abs(number) >= 999.5 and len(units) > 1:
-        number /= 1000
-        units.pop(0)
-    return f"{number:.{0 if abs(number) >= 99.95 else 1 if abs(number) >= 9.995 else 2}f}{units[0]}"
-
-
-def short_time(seconds: float) -> str:
-    """A duration as days and hours, or h:mm:ss.
-
-    >>> [short_time(x) for x in (5, 65, 3 * 3600 + 62, 100 * 3600)]
-    ['0:05', '1:05', '3:01:02', '4d 4h']
-    """
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours >= 48:
-        return f"{hours // 24}d {hours % 24}h"
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
-def short_loss(loss: float) -> str:
-    """A loss with at most five digits.
-
-    >>> [short_loss(x) for x in (0.00012, 3.14159, 123.4, float("nan"))]
-    ['1.2e-04', '3.1416', '123.4', 'nan']
-    """
-    if loss and abs(loss) < 1e-3:
-        return f"{loss:.1e}"
-    return f"{loss:.4f}" if abs(loss) < 100 else f"{loss:.5g}"

@@ -54,8 +54,8 @@ def test_rates_by_a_clock() -> None:
         assert row["tokens_per_second"] == 2000.0  # the pause is not in it
         assert row["seconds"] == 9.0  # here it is
     assert shown().splitlines() == [
-        "step 2/20  loss 4.0000  1.00k tok/s  0:18 left  25% MFU",
-        "step 4/20  loss 3.0000  2.00k tok/s  0:36 left  50% MFU",
+        "step 2/20  loss 4  1 k tok/s  0:00:18 left  25% MFU",
+        "step 4/20  loss 3  2 k tok/s  0:00:36 left  50% MFU",
     ]
 
 
@@ -68,7 +68,7 @@ def test_a_resumed_run_counts_from_where_it_stands() -> None:
         clock.now += 2.0
         row = progress.update(101, {}, Work(10))
     assert row == {"step": 101, "tokens": 1010, "seconds": 502.0, "tokens_per_second": 5.0}
-    assert shown() == "step 101/110  5.00 row/s  0:18 left\n"
+    assert shown() == "step 101/110  5 row/s  0:00:18 left\n"
 
 
 def test_steps_of_unequal_work_are_counted_as_they_are() -> None:
