@@ -67,17 +67,19 @@ def find(timeout: float = 300) -> Cluster | None:
     count = _number(given, "JAX_NUM_PROCESSES")
     process = _number(given, "JAX_PROCESS_ID")
     address = given.get("JAX_COORDINATOR_ADDRESS")
-    scheduler = None if count == 1 else _scheduler(is_given=count is not None and process is not None)
-    if scheduler is not None:
-        count = _process_count(scheduler) if count is None else count
     if count == 1:
         return None
+    scheduler = _scheduler(is_given=count is not None and process is not None)
     if scheduler is not None:
+        count = _process_count(scheduler) if count is None else count
+        if count == 1:
+            return None
         process = _process_id(scheduler) if process is None else process
         address = _address(scheduler, timeout) if address is None else address
-    if address is None and count is None and process is None:
+    missing = [name for name, value in zip(VARIABLES, (address, count, process), strict=True) if value is None]
+    if len(missing) == len(VARIABLES):
         return None
-    if missing := [name for name, value in zip(VARIABLES, (address, count, process), strict=True) if value is None]:
+    if missing:
         raise UserError(f"{', '.join(given)} is set without {', '.join(missing)}; set all three, or unset all three")
     assert address is not None and count is not None and process is not None  # noqa: PT018
     if not re.fullmatch(r".+:\d+", address):

@@ -1,12 +1,14 @@
 """`fit`: the fastest configs that fit a target, or the methods of training that fit it."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from jaxmem.config import Config
 from jaxmem.config.methods import (
@@ -30,6 +32,10 @@ from jaxmem.search.compilers import CompilerPool, compile_target
 from jaxmem.search.fastest import Progress, Search, SearchResult, Trials, target_json
 from jaxmem.search.knobs import DEFAULT_ALLOW, allowed
 from jaxmem.typing import JsonDict
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.table import Table
 
 SHOWN_KINDS = 2  # if a config does not fit, its reason names this number of largest kinds of memory (weights, ...)
 OTHER_ROWS = 8  # number of rows for configs that are not on the front
@@ -122,44 +128,46 @@ class Fit(SearchResult):
         about = {"compiled": candidate.cost is not None, "why": self.reason(candidate)}
         return candidate.as_json(fits=self.trials.fits(candidate)) | about
 
-    def __rich_console__(self, *_: Any) -> Iterator[Any]:
+    def __rich_console__(self, _console: Console, _options: ConsoleOptions) -> Iterator[RenderableType]:
+        from rich.text import Text
+
+        compiled = self.trials.compiled
+        counts = f"{len(self.trials.all):,} configs considered, {len(compiled)} compiled, in {self.seconds:.0f} s"
+        yield Text(f"{self.given.name} on {self.target.name}", style="bold")
+        yield Text(f"{counts}; {format_bytes(self.trials.limit)} per device")
+        if self.best:
+            yield self._front_table()
+            yield Text(f"fastest: {self.best.description}", style="green")
+            for slow in self.slow_settings:
+                yield Text(f"{slow.kind}: {slow.text}; try {slow.cure}")
+        else:
+            yield Text("nothing fits", style="red")
+            yield Text(f"smallest found: {format_bytes(self.smallest.total)} with {self.smallest.description}")
+        if self.other_methods:
+            yield self.other_methods
+            return
+        others = [candidate for candidate in self.ranked if candidate.cost and candidate not in self.front]
+        if others:
+            yield Text("Other compiled configs:")
+        for candidate in others[:OTHER_ROWS]:
+            yield Text(f"  {candidate.description}: {self.reason(candidate)}", style="dim")
+        if compared := published_range(self.target):
+            yield Text(f"times are estimates: {compared} than planned")
+        if self.best:
+            yield Text("next: add --write run.yaml to this command, then jaxmem train run.yaml")
+
+    def _front_table(self) -> Table:
         from rich.table import Table
         from rich.text import Text
 
-        trials = self.trials
-        compiled = self.trials.compiled
-        counts = f"{len(trials.all):,} configs considered, {len(compiled)} compiled, in {self.seconds:.0f} s"
-        parts: list[Any] = [
-            Text(f"{self.given.name} on {self.target.name}", style="bold"),
-            Text(f"{counts}; {format_bytes(trials.limit)} per device"),
-        ]
-        if self.best:
-            table = Table(title="Fastest first; each further row needs less memory", title_justify="left")
-            table.add_column("step", justify="right", no_wrap=True)
-            table.add_column("memory", justify="right", no_wrap=True)
-            table.add_column("changes")
-            for candidate in self.front:  # Text, since brackets in a description are not markup
-                table.add_row(
-                    format_seconds(candidate.seconds), format_bytes(candidate.total), Text(candidate.description)
-                )
-            parts += [table, Text(f"fastest: {self.best.description}", style="green")]
-            parts += [Text(f"{slow.kind}: {slow.text}; try {slow.cure}") for slow in self.slow_settings]
-        else:
-            smallest = f"smallest found: {format_bytes(self.smallest.total)} with {self.smallest.description}"
-            parts += [Text("nothing fits", style="red"), Text(smallest)]
-        if self.other_methods:
-            yield from (*parts, self.other_methods)
-            return
-        others = [candidate for candidate in self.ranked if candidate.cost and candidate not in self.front]
-        others = others[:OTHER_ROWS]
-        if others:
-            parts.append(Text("Other compiled configs:"))
-            parts += [Text(f"  {candidate.description}: {self.reason(candidate)}", style="dim") for candidate in others]
-        if compared := published_range(self.target):
-            parts.append(Text(f"times are estimates: {compared} than planned"))
-        if self.best:
-            parts.append(Text("next: add --write run.yaml to this command, then jaxmem train run.yaml"))
-        yield from parts
+        table = Table(title="Fastest first; each further row needs less memory", title_justify="left")
+        table.add_column("step", justify="right", no_wrap=True)
+        table.add_column("memory", justify="right", no_wrap=True)
+        table.add_column("changes")
+        for candidate in self.front:  # Text, since brackets in a description are not markup
+            description = Text(candidate.description)
+            table.add_row(format_seconds(candidate.seconds), format_bytes(candidate.total), description)
+        return table
 
 
 def fit(

@@ -57,7 +57,7 @@ def newest_of_same_run(built: Program, directory: Path, path: epath.Path, finger
     return latest._replace(config=before)
 
 
-def resuming_own_checkpoints(cfg: Config, path: epath.Path) -> Config:
+def resume_if_started_again(cfg: Config, path: epath.Path) -> Config:
     """The config with `checkpoint.resume: auto` if this job has saved the checkpoints, and is started again: `never` is
     about its first start."""
     if cfg.checkpoint.resume == "auto" or (latest := _read_latest(path)) is None:

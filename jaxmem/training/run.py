@@ -47,7 +47,7 @@ from jaxmem.training.restore import (
     newest_of_same_run,
     newest_state,
     restore,
-    resuming_own_checkpoints,
+    resume_if_started_again,
 )
 from jaxmem.training.signals import StopSignal, requeued_before_training
 from jaxmem.training.telemetry import HELD_OUT, Profile, Telemetry
@@ -171,7 +171,7 @@ def _prepare(cfg: Config, devices: Sequence[jax.Device] | None) -> _Job:
     checkpoint_path = checkpoint_directory(directory, cfg.checkpoint.path, cfg.name)
     refuse_links(directory)
     refuse_links(checkpoint_path)
-    cfg = resuming_own_checkpoints(cfg, checkpoint_path)
+    cfg = resume_if_started_again(cfg, checkpoint_path)
     refuse_gpu_kernels(cfg, devices[0].platform)
     cfg = with_passing_kernels(cfg, devices)
     target = local_target(devices, gather)
