@@ -1,7 +1,7 @@
 """The training loop, and what it shows and writes.
 
-`run.py` has the phases of a run in order: prepare (program, devices, directory), finished (nothing is left to do), train
-(compile, restore, open), loop, finish. A run resumes in `restore.py`, also on another mesh (checkpoint/saved_state.py).
+`run.py` has the phases of a run in order: prepare (devices, program, directory), finished (nothing is left to do),
+train (compile, restore, open), loop. To resume, also on another mesh: restore.py, checkpoint/saved_state.py.
 
 From a batch to its metrics, for each step of the loop in `run.py`:
 
