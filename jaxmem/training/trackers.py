@@ -52,9 +52,10 @@ class Trackers(AbstractContextManager["Trackers"]):
         self.seconds = seconds
 
     def log(self, step: int, values: JsonView) -> None:
-        numbers = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
+        plain = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
+        numbers = {name: x if isinstance(x, int) else float(x) for name, x in plain.items()}
         for tracker in self._trackers:
-            tracker.log(step, {name: x if isinstance(x, int) else float(x) for name, x in numbers.items()})
+            tracker.log(step, numbers)
 
     def __exit__(self, *_: object) -> None:
         for tracker in self._trackers:
