@@ -19,7 +19,7 @@ from jaxmem.config import load_config
 from jaxmem.data.loader import Loader
 from jaxmem.errors import TemporaryError, UserError
 from jaxmem.machine import devices
-from jaxmem.machine.stderr import filtered
+from jaxmem.machine.terminal import filtered_stderr
 from jaxmem.planning.result import plan
 from jaxmem.search.knobs import DEFAULT_ALLOW
 from jaxmem.training.memory_check import DoesNotFitError
@@ -386,7 +386,7 @@ def test_the_status_line_moves_while_the_output_of_xla_is_collected(monkeypatch:
     before = os.dup(2)
     os.dup2(side, 2)
     try:
-        with planning._status() as progress, filtered(lambda _: b""):
+        with planning._status() as progress, filtered_stderr(lambda _: b""):
             os.set_blocking(terminal, False)
             progress("compiling small ...")
             shown = b""

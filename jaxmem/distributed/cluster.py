@@ -67,24 +67,26 @@ def find(timeout: float = 300) -> Cluster | None:
     count = _number(given, "JAX_NUM_PROCESSES")
     process = _number(given, "JAX_PROCESS_ID")
     address = given.get("JAX_COORDINATOR_ADDRESS")
-    scheduler = None if count == 1 else _scheduler(is_given=count is not None and process is not None)
-    if scheduler is not None:
-        count = _process_count(scheduler) if count is None else count
     if count == 1:
         return None
+    scheduler = _scheduler(is_given=count is not None and process is not None)
     if scheduler is not None:
+        count = _process_count(scheduler) if count is None else count
+        if count == 1:
+            return None
         process = _process_id(scheduler) if process is None else process
         address = _address(scheduler, timeout) if address is None else address
-    if address is None and count is None and process is None:
+    missing = [name for name, value in zip(VARIABLES, (address, count, process), strict=True) if value is None]
+    if len(missing) == len(VARIABLES):
         return None
-    if missing := [name for name, value in zip(VARIABLES, (address, count, process), strict=True) if value is None]:
+    if missing:
         raise UserError(f"{', '.join(given)} is set without {', '.join(missing)}; set all three, or unset all three")
     assert address is not None and count is not None and process is not None  # noqa: PT018
     if not re.fullmatch(r".+:\d+", address):
         raise UserError(f"JAX_COORDINATOR_ADDRESS={address} must be HOST:PORT, such as node1:1234")
     if not 0 <= process < count:
         raise UserError(f"JAX_PROCESS_ID={process} is out of range; use 0 to {count - 1}")
-    return Cluster(address, count, process, _own_devices(scheduler))
+    return Cluster(address, count, process, _local_devices(scheduler))
 
 
 def _scheduler(is_given: bool) -> Scheduler | None:
@@ -176,23 +178,25 @@ def _place_on_host(scheduler: Scheduler) -> tuple[int, int] | None:
     return int(os.environ["SLURM_LOCALID"]), counts[node]
 
 
-def _own_devices(scheduler: Scheduler | None) -> tuple[int, ...] | None:
+def _local_devices(scheduler: Scheduler | None) -> tuple[int, ...] | None:
     """An equal share of the visible GPUs, in order of the process numbers on this host."""
     if given := os.environ.get("JAX_LOCAL_DEVICE_IDS"):
         if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", given):
             raise UserError(f"JAX_LOCAL_DEVICE_IDS={given} must be numbers of GPUs, such as 0,1; unset it to use all")
         return tuple(int(number) for number in given.split(","))
     place = _place_on_host(scheduler) if scheduler else None
-    seen = visible_gpus()
-    if place is None or place[1] == 1 or seen < place[1]:
+    if place is None:
         return None
-    which, of = place
-    if seen % of:
+    index, processes = place
+    seen = visible_gpus()
+    if processes == 1 or seen < processes:
+        return None
+    if seen % processes:
         raise UserError(
-            f"{of} processes on this host cannot share {seen} GPUs equally; start one per GPU, or one per host"
+            f"{processes} processes on this host cannot share {seen} GPUs equally; start one per GPU, or one per host"
         )
-    count = seen // of
-    return tuple(range(which * count, (which + 1) * count))
+    count = seen // processes
+    return tuple(range(index * count, (index + 1) * count))
 
 
 def visible_gpus() -> int:

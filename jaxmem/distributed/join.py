@@ -14,7 +14,7 @@ from jaxmem.distributed.watch import Watch, exit_code
 from jaxmem.errors import UserError
 from jaxmem.machine.devices import reserve_gpu_memory
 from jaxmem.machine.files import as_user_error
-from jaxmem.machine.terminal import say
+from jaxmem.machine.terminal import filtered_stderr, say
 
 LEAVE_SECONDS = 24 * 3600  # process 0 may write for long; the watch finds a lost process
 
@@ -36,7 +36,6 @@ def join(heartbeat: int = 20, start_timeout: int = 300) -> Cluster | None:
     if cluster is None:
         return None
     from jaxmem.distributed.rendezvous import rendezvous
-    from jaxmem.machine import stderr
 
     hosts = rendezvous(cluster, start_timeout)
     import jax
@@ -47,7 +46,7 @@ def join(heartbeat: int = 20, start_timeout: int = 300) -> Cluster | None:
     config.update("jax_enable_recoverability", True)
     _reserve_standard_output()
     before = signal.getsignal(signal.SIGTERM)  # JAX treats it as a preemption notice
-    with stderr.filtered(_without_recovery_warning) if cluster.process == 0 else nullcontext():
+    with filtered_stderr(_without_recovery_warning) if cluster.process == 0 else nullcontext():
         jax.distributed.initialize(
             cluster.address,
             cluster.processes,

@@ -27,7 +27,8 @@ class Printed:
     """A result that `print` writes as a table as wide as the terminal. `repr` is one line."""
 
     def table(self) -> Any:
-        raise NotImplementedError
+        """What rich prints: the result itself if it has `__rich_console__`, or other text or a table."""
+        return self
 
     def __str__(self) -> str:
         console = self._console(shutil.get_terminal_size().columns)

@@ -16,7 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,6 +152,14 @@ def cudnn_remedy() -> str | None:
     return f"{package} {state}; {needed} or newer is required; run pip install -U {package}"
 
 
+def version_conflict(wheels: Mapping[str, str], version: str) -> str | None:
+    """The first CUDA wheel of another version than that of jax, which jax refuses."""
+    for wheel, wheel_version in wheels.items():
+        if wheel_version != version:
+            return f"{wheel} {wheel_version} and jax {version} must have the same version"
+    return None
+
+
 def gpu_compiler_remedy() -> str | None:
     """The package that is missing to compile for GPUs that are not installed, and the remedy; None: nothing is missing.
     Compiling needs jax's CUDA plugin in the version of jax, and ptxas from its wheel or from a CUDA toolkit, but no
@@ -161,9 +169,8 @@ def gpu_compiler_remedy() -> str | None:
     version = importlib.metadata.version("jax")
     if not any(wheel.endswith("plugin") for wheel in wheels):
         return f"compiling for GPUs requires jax's CUDA plugin; run {cure}"
-    for wheel, its in wheels.items():
-        if its != version:
-            return f"{wheel} {its} and jax {version} must have the same version; run {cure}"
+    if conflict := version_conflict(wheels, version):
+        return f"{conflict}; run {cure}"
     toolkits = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
     has_ptxas = shutil.which("ptxas") or any(root and Path(root, "bin", "ptxas").exists() for root in toolkits)
     if has_ptxas or package_versions(["nvidia-cuda-nvcc"]):
@@ -187,14 +194,13 @@ def use_cpu_without_gpu(*, only_compile: bool = False) -> None:
 
 
 def cache_compiled_programs(output: str | Path) -> None:
-    """Cache compiled programs for accelerators in `output/.compiled`, so that restarts, on hosts that share the
-    directory, do not compile again. JAX_COMPILATION_CACHE_DIR sets another directory,
-    JAX_ENABLE_COMPILATION_CACHE=false turns the cache off. Programs for CPUs are not cached: compiling them is fast,
-    and they depend on the instructions of the CPU."""
+    """Cache compiled programs in `output/.compiled`, so that restarts, on hosts that share the directory, do not
+    compile again. JAX_COMPILATION_CACHE_DIR sets another directory, JAX_ENABLE_COMPILATION_CACHE=false turns the cache
+    off."""
     import jax
 
     config: Any = jax.config
-    if jax.default_backend() != "cpu" and config.jax_compilation_cache_dir is None:
+    if config.jax_compilation_cache_dir is None:
         config.update("jax_compilation_cache_dir", str(Path(output, ".compiled").absolute()))
 
 

@@ -161,10 +161,8 @@ def _gpu_remedy(findings: JsonDict) -> str:
     installed = [cuda for cuda in supported if any(cuda in wheel for wheel in wheels)]
     if not installed:
         return f"jax's CUDA plugin is missing; run pip install 'jaxmem[{supported[0]}]'"
-    for wheel, its in wheels.items():
-        if its != version:  # jax refuses another version
-            use = f"pip install 'jax[{installed[0]}-local]=={version}'"
-            return f"{wheel} {its} and jax {version} must have the same version; run {use}"
+    if conflict := devices.version_conflict(wheels, version):
+        return f"{conflict}; run pip install 'jax[{installed[0]}-local]=={version}'"
     return findings["devices_error"] or "jax finds no GPU; unset JAX_PLATFORMS, or check its value"
 
 

@@ -23,7 +23,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxmem.errors import UserError
 from jaxmem.kernels.scopes import runs_on_some_devices
-from jaxmem.machine import stderr
+from jaxmem.machine.terminal import filtered_stderr
 from jaxmem.planning.buffers import sizes_of
 from jaxmem.planning.hlo import HloProto, Module, read_module
 from jaxmem.step.programs import XlaOptions
@@ -159,7 +159,7 @@ def replicated_arrays() -> Iterator[list[str]]:
             log = pattern.sub(b"", log)
         return log
 
-    with stderr.filtered(other_lines):
+    with filtered_stderr(other_lines):
         yield arrays
 
 

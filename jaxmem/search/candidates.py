@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxmem.config import Config
+from jaxmem.config import Config, Decoder
 from jaxmem.config.combinations import value_of
 from jaxmem.config.devices import for_devices, resolve
 from jaxmem.config.load import config_of
@@ -64,6 +64,12 @@ class Candidate:
     def seconds(self) -> float:
         """Seconds of a step."""
         return self.cost.seconds if self.cost else self.seconds_ratio * (self.estimate.seconds or 0.0)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second on all devices; for image models, images per second."""
+        length = self.cfg.data.sequence_length if isinstance(self.cfg.model, Decoder) else 1
+        return self.cfg.batch.global_size * length / self.seconds
 
     @property
     def changes(self) -> Change:
@@ -137,13 +143,7 @@ def overrides(changes: Change) -> list[str]:
 class Space:
     """All configs that differ from one config in the settings of some knobs."""
 
-    def __init__(
-        self,
-        cfg: Config,
-        target: Target,
-        knobs: Sequence[Knob],
-        original: Config | None = None,
-    ) -> None:
+    def __init__(self, cfg: Config, target: Target, knobs: Sequence[Knob], original: Config | None = None) -> None:
         """`original`: the config as the user wrote it, if it differs: its `memory.remat` may be auto."""
         self._cfg = cfg
         self._target = target
@@ -183,16 +183,16 @@ class Space:
             canonical = _canonical(other, self._target)
             if canonical not in self._seen:
                 self._seen.add(canonical)
-                settings = {key: value_of(other, key) for key in self._keys}
-                distance = sum(value != value_of(self._given, key) for key, value in settings.items())
-                try:
-                    guess = estimated(other, self._target)
-                    error = None
-                except Exception as failure:  # noqa: BLE001 - a config that cannot be traced must not end the search
-                    guess = Estimate({}, {}, None)
-                    error = one_line(failure)
-                candidates.append(Candidate(other, self._given, settings, distance, guess, error))
+                candidates.append(self._candidate(other))
         return candidates
+
+    def _candidate(self, cfg: Config) -> Candidate:
+        settings = {key: value_of(cfg, key) for key in self._keys}
+        distance = sum(value != value_of(self._given, key) for key, value in settings.items())
+        try:
+            return Candidate(cfg, self._given, settings, distance, estimated(cfg, self._target))
+        except Exception as failure:  # noqa: BLE001 - a config that cannot be traced must not end the search
+            return Candidate(cfg, self._given, settings, distance, Estimate({}, {}, None), one_line(failure))
 
 
 def _with_given(cfg: Config, choices: list[Change]) -> list[Change]:

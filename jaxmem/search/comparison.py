@@ -8,27 +8,23 @@ only if no other fits, or if it is estimated to be faster.
 
 from __future__ import annotations
 
-import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxmem.config import Config, Decoder
 from jaxmem.config.methods import METHODS, RunSource, without_replaced
 from jaxmem.errors import one_line
-from jaxmem.machine.console import Printed
 from jaxmem.machine.gpus import GIB
 from jaxmem.planning.accuracy import published_range
-from jaxmem.planning.budget import resolve_remat
 from jaxmem.planning.targets import Target
 from jaxmem.planning.units import format_bytes, format_command, format_seconds, last_overrides
 from jaxmem.search.candidates import Candidate
 from jaxmem.search.compilers import CompilerPool
-from jaxmem.search.fastest import ESTIMATE_ERROR, Progress, Search, Trials, save_best, target_json
+from jaxmem.search.fastest import ESTIMATE_ERROR, Progress, Search, SearchResult, Trials, target_json
 from jaxmem.search.knobs import MEMORY_KNOBS
 from jaxmem.typing import JsonDict, JsonView
 
@@ -43,36 +39,30 @@ OFFLOAD = "memory.offload"
 class MethodSearch:
     """A search of the fastest config of a method: configs that do not offload first, then those that do."""
 
-    def __init__(self, original: Config, compilers: CompilerPool, progress: Progress) -> None:
-        device_knobs = [knob for knob in MEMORY_KNOBS if knob.allow != "offload"]
-        cfg, _ = resolve_remat(original, compilers.target, compilers.reserve_gib, compiles=False)
-        self._on_device = Search(cfg, original, device_knobs, compilers, progress)
-        self._offloading = Search(cfg, original, MEMORY_KNOBS, compilers, progress)
-        trials = self._offloading.trials
-        trials.all = [candidate for candidate in trials.all if OFFLOAD in candidate.changes]
-
-    @property
-    def trials(self) -> Trials:
-        """The candidates of both kinds."""
-        first = self._on_device.trials
-        second = self._offloading.trials
-        return Trials(first.target, first.limit, [*first.all, *second.all])
+    def __init__(self, name: str, cfg: Config, compilers: CompilerPool, progress: Progress) -> None:
+        self._name = name
+        self._search = Search(cfg, MEMORY_KNOBS, compilers, lambda line: progress(f"{name}: {line}"))
+        self.trials = self._search.trials
+        self._offloading = [candidate for candidate in self.trials.all if OFFLOAD in candidate.changes]
+        self._on_device = [candidate for candidate in self.trials.all if OFFLOAD not in candidate.changes]
 
     def compile(self) -> None:
         """Compiles configs until one fits, and an offloading one that may be faster."""
-        if _may_fit(self._on_device.trials):
-            self._on_device.compile_until_one_fits(MAX_COMPILES)
-        offloading = self._offloading.trials
-        if front := self._on_device.trials.front():
-            fitting = [candidate.seconds for candidate in offloading.all if offloading.fits(candidate)]
-            if min(fitting, default=math.inf) * MIN_SPEEDUP < front[0].seconds:
-                self._offloading.compile_until_one_fits(1)
-        elif _may_fit(offloading):
-            self._offloading.compile_until_one_fits(MAX_COMPILES)
+        self._compile(self._on_device, MAX_COMPILES)
+        if not (front := self.trials.front()):
+            self._compile(self._offloading, MAX_COMPILES)
+            return
+        fitting = [candidate.seconds for candidate in self._offloading if self.trials.fits(candidate)]
+        if min(fitting, default=math.inf) * MIN_SPEEDUP < front[0].seconds:
+            self._compile(self._offloading, 1)
 
+    def result(self) -> MethodResult:
+        return MethodResult.of(self._name, self.trials)
 
-def _may_fit(trials: Trials) -> bool:
-    return any(trials.fits(candidate, ESTIMATE_ERROR) for candidate in trials.all)
+    def _compile(self, among: Sequence[Candidate], most: int) -> None:
+        """Compiles at most `most` of these candidates, until one of them fits, if one may fit."""
+        if any(self.trials.fits(candidate, ESTIMATE_ERROR) for candidate in among):
+            self._search.compile_until_one_fits(most, among)
 
 
 @dataclass(frozen=True)
@@ -115,7 +105,7 @@ class MethodResult:
 
 
 @dataclass(frozen=True)
-class Comparison(Printed):
+class Comparison(SearchResult):
     given: Config
     target: Target
     limit: int  # bytes per device
@@ -132,6 +122,10 @@ class Comparison(Printed):
     @property
     def best(self) -> MethodResult | None:
         return next(iter(self.fitting), None)
+
+    @property
+    def best_candidate(self) -> Candidate | None:
+        return self.best.candidate if self.best else None
 
     def __repr__(self) -> str:
         fitting = ", ".join(result.name for result in self.fitting) or "no methods"
@@ -155,9 +149,7 @@ class Comparison(Printed):
     def tokens_per_second(self, candidate: Candidate) -> float | None:
         """Tokens per second of all devices, from the estimated time; None if it is unknown, or the model has no
         tokens."""
-        if not candidate.seconds or not isinstance(self.given.model, Decoder):
-            return None
-        return self.given.batch.global_size * self.given.data.sequence_length / candidate.seconds
+        return candidate.rate if candidate.seconds and isinstance(self.given.model, Decoder) else None
 
     def _json(self, result: MethodResult) -> JsonDict:
         method = METHODS[result.name]
@@ -169,14 +161,6 @@ class Comparison(Printed):
         entry["slow_settings"] = [slow.text for slow in result.candidate.slow_settings(self.target, self.limit)]
         entry["tokens_per_second"] = self.tokens_per_second(result.candidate)
         return entry | result.candidate.as_json(fits=result.fits)
-
-    def write(self, path: str | Path) -> None:
-        """The config of the first method that fits, for `train`."""
-        save_best(self.best.candidate if self.best else None, path)
-
-    def table(self) -> RenderableType:
-        """A table for a terminal."""
-        return self
 
     def __rich_console__(self, _console: Console, _options: ConsoleOptions) -> Iterator[RenderableType]:
         from rich.box import SIMPLE_HEAD
@@ -257,30 +241,23 @@ def compare(
         current: A config, whose methods are replaced; a method with an equal config is left out.
     """
     start = time.perf_counter()
-    target = compilers.target
-    searched: dict[str, MethodSearch | str] = {}
+    outcomes: list[MethodSearch | MethodResult] = []
     for name in methods or METHODS:
         try:
             cfg = config(method=name)
             if cfg == current:
                 continue
-            search = MethodSearch(cfg, compilers, functools.partial(_report, progress, name))
-            searched[name] = search
-            progress(str(MethodResult.of(name, search.trials)))
+            search = MethodSearch(name, cfg, compilers, progress)
+            progress(str(search.result()))
+            outcomes.append(search)
         except Exception as error:  # noqa: BLE001 - a method that fails must not end the comparison
-            searched[name] = one_line(error)
-            progress(f"{name}: {searched[name]}")
-    searches = [search for search in searched.values() if isinstance(search, MethodSearch)]
+            failure = MethodResult(name, None, reason=one_line(error))
+            progress(str(failure))
+            outcomes.append(failure)
+    searches = [outcome for outcome in outcomes if isinstance(outcome, MethodSearch)]
     with ThreadPoolExecutor(compilers.processes) as pool:
         list(pool.map(MethodSearch.compile, searches))
-    results = [
-        MethodResult(name, None, reason=outcome) if isinstance(outcome, str) else MethodResult.of(name, outcome.trials)
-        for name, outcome in searched.items()
-    ]
+    results = tuple(outcome.result() if isinstance(outcome, MethodSearch) else outcome for outcome in outcomes)
     limit = searches[0].trials.limit if searches else 0
     seconds = time.perf_counter() - start
-    return Comparison(config(), target, limit, tuple(results), command, seconds, replaces=current is not None)
-
-
-def _report(progress: Progress, name: str, line: str) -> None:
-    progress(f"{name}: {line}")
+    return Comparison(config(), compilers.target, limit, results, command, seconds, replaces=current is not None)

@@ -62,8 +62,8 @@ class CompilerPool:
         is_measured = reserve_gib is None and target.withheld is not None
         self.reserve_gib = reserved_memory(target) / GIB if is_measured else reserve_gib
         memory = devices.host_memory()["available"]
-        # One process per core if the memory is sufficient; for local devices this process compiles.
-        self.processes = 1 if target.here else processes or max(1, min(devices.cores(), memory // WORKER_BYTES))
+        # One process per core if the memory is sufficient.
+        self.processes = processes or max(1, min(devices.cores(), memory // WORKER_BYTES))
         self.compiled = 0  # number of compiled programs, without answers from the cache
         self._started: list[_CompilerProcess] = []
         self._idle: list[_CompilerProcess] = []
@@ -109,7 +109,7 @@ class CompilerPool:
     def _answer(self, question: str, cfg: Config) -> JsonDict:
         key = worker.config_key(question, cfg, self.target, self.reserve_gib)
         answer: JsonDict | None
-        if self.target.here or _is_of_script(cfg):
+        if cfg.is_registered or not cfg.user.is_empty:  # other processes lack what a script passes or registers
             with self._lock:
                 answer = worker.answer(question, cfg, self.target, self.reserve_gib)
         elif (answer := worker.read_answer(key)) is None:
@@ -137,12 +137,6 @@ class CompilerPool:
             raise
         with self._lock:
             self._idle.append(process)
-
-
-def _is_of_script(cfg: Config) -> bool:
-    """Whether other processes lack a part of the config: what a script passes, or an optimizer or a family of models
-    that it has registered."""
-    return cfg.is_registered or not cfg.user.is_empty
 
 
 class _CompilerProcess:

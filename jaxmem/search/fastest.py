@@ -12,6 +12,8 @@ from pathlib import Path
 
 from jaxmem.config import Config, save_settings
 from jaxmem.errors import UserError
+from jaxmem.machine.console import Printed
+from jaxmem.planning.budget import resolve_remat
 from jaxmem.planning.targets import Target, usable_memory
 from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.search.candidates import Candidate, Space, pareto_front
@@ -85,11 +87,19 @@ def _ratio(candidate: Candidate, ratios: Mapping[Candidate, float]) -> float:
     return statistics.geometric_mean(similar) if similar else 1.0
 
 
-def save_best(best: Candidate | None, path: str | Path) -> None:
-    """Writes the best config of a search as a file for `train`."""
-    if best is None:
-        raise UserError(f"cannot write {path}: no config fits")
-    save_settings(best.cfg, path)
+class SearchResult(Printed):
+    """What a search has found."""
+
+    @property
+    def best_candidate(self) -> Candidate | None:
+        """The candidate that `write` writes; None if nothing fits."""
+        raise NotImplementedError
+
+    def write(self, path: str | Path) -> None:
+        """Writes the best config as a file for `train`."""
+        if self.best_candidate is None:
+            raise UserError(f"cannot write {path}: no config fits")
+        save_settings(self.best_candidate.cfg, path)
 
 
 def target_json(target: Target, limit: int) -> JsonDict:
@@ -97,13 +107,11 @@ def target_json(target: Target, limit: int) -> JsonDict:
 
 
 class Search:
-    """A search among all configs that differ from one config in the settings of some knobs. `original`: the config as
-    the user wrote it; in `cfg` a policy is in place of `memory.remat: auto`."""
+    """A search among all configs that differ from one config in the settings of some knobs."""
 
-    def __init__(
-        self, cfg: Config, original: Config, knobs: Sequence[Knob], compilers: CompilerPool, progress: Progress
-    ) -> None:
-        self._space = Space(cfg, compilers.target, knobs, original=original)
+    def __init__(self, cfg: Config, knobs: Sequence[Knob], compilers: CompilerPool, progress: Progress) -> None:
+        start, _ = resolve_remat(cfg, compilers.target, compilers.reserve_gib, compiles=False)
+        self._space = Space(start, compilers.target, knobs, original=cfg)
         self._compilers = compilers
         self._progress = progress
         limit = usable_memory(compilers.target, cfg.memory, compilers.reserve_gib)
@@ -115,14 +123,16 @@ class Search:
         """Compile the steps of at most `most` configs that may be on the front, then all phases of the configs on the
         front."""
         left = most
-        while left > 0 and (chosen := self._next(min(left, self._compilers.processes))):
+        while left > 0 and (chosen := self._next(min(left, self._compilers.processes), self.trials.all)):
             left -= len(chosen)
             self._compile_steps(chosen)
         self._compile_phases()
 
-    def compile_until_one_fits(self, most: int) -> None:
+    def compile_until_one_fits(self, most: int, among: Sequence[Candidate]) -> None:
+        """Compile the steps and phases of at most `most` of these candidates, one after the other."""
         for _ in range(most):
-            if not self.trials.front() and (chosen := self._next(1)):
+            compiled = [candidate for candidate in among if candidate.cost]
+            if not self.trials.front(compiled) and (chosen := self._next(1, among)):
                 self._compile_steps(chosen)
                 self._compile_phases()
 
@@ -140,24 +150,22 @@ class Search:
                 seen.add(candidate.cfg)
                 trials.all += self._space.neighbors(candidate)
 
-    def _next(self, count: int) -> list[Candidate]:
+    def _next(self, count: int, among: Sequence[Candidate]) -> list[Candidate]:
         """The candidates to compile next: those that are estimated to fit and to be faster than the fastest compiled
         one, fastest first. If nothing fits, those with the least memory, if they need less than all compiled ones."""
         trials = self.trials
-        pending = [candidate for candidate in trials.all if candidate.is_pending]
-        fastest = min((candidate.seconds for candidate in trials.front()), default=math.inf)
+        pending = [candidate for candidate in among if candidate.is_pending]
+        compiled = [candidate for candidate in among if candidate.cost]
+        fastest = min((candidate.seconds for candidate in trials.front(compiled)), default=math.inf)
         for slack in (0.0, ESTIMATE_ERROR):
             fitting = [candidate for candidate in pending if trials.fits(candidate, slack)]
             if faster := [candidate for candidate in fitting if candidate.seconds < fastest]:
                 return sorted(faster, key=lambda candidate: (candidate.seconds, candidate.distance))[:count]
         if fastest < math.inf:
             return []
-        smallest = min((candidate.total for candidate in trials.compiled), default=math.inf)
-        return [
-            candidate
-            for candidate in sorted(pending, key=lambda candidate: candidate.total)[:count]
-            if candidate.total < smallest
-        ]
+        smallest = min((candidate.total for candidate in compiled), default=math.inf)
+        by_memory = sorted(pending, key=lambda candidate: candidate.total)
+        return [candidate for candidate in by_memory[:count] if candidate.total < smallest]
 
     def _compile_steps(self, chosen: Sequence[Candidate]) -> None:
         for candidate, cost in self._compile(chosen, self._compilers.step):

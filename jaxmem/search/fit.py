@@ -1,13 +1,14 @@
 """`fit`: the fastest configs that fit a target, or the methods of training that fit it."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from jaxmem.config import Config
 from jaxmem.config.methods import (
@@ -21,18 +22,20 @@ from jaxmem.config.methods import (
     without_replaced,
 )
 from jaxmem.errors import UserError, as_yaml
-from jaxmem.machine.console import Printed
 from jaxmem.planning.accuracy import published_range
-from jaxmem.planning.budget import resolve_remat
 from jaxmem.planning.result import PlanWarning
 from jaxmem.planning.targets import Target
 from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.search.candidates import Candidate
 from jaxmem.search.comparison import Comparison, command_line, compare
 from jaxmem.search.compilers import CompilerPool, compile_target
-from jaxmem.search.fastest import Progress, Search, Trials, save_best, target_json
+from jaxmem.search.fastest import Progress, Search, SearchResult, Trials, target_json
 from jaxmem.search.knobs import DEFAULT_ALLOW, allowed
 from jaxmem.typing import JsonDict
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.table import Table
 
 SHOWN_KINDS = 2  # if a config does not fit, its reason names this number of largest kinds of memory (weights, ...)
 OTHER_ROWS = 8  # number of rows for configs that are not on the front
@@ -40,7 +43,7 @@ DEFAULT_COMPILES = 12  # steps to compile at most, by default
 
 
 @dataclass(frozen=True)
-class Fit(Printed):
+class Fit(SearchResult):
     given: Config
     target: Target
     trials: Trials
@@ -63,8 +66,10 @@ class Fit(Printed):
         return self.trials.front()
 
     @property
-    def best(self) -> Candidate | None:
+    def best_candidate(self) -> Candidate | None:
         return self.front[0] if self.front else None
+
+    best = best_candidate
 
     @cached_property
     def slow_settings(self) -> list[PlanWarning]:
@@ -104,10 +109,6 @@ class Fit(Printed):
             return f"needs about {format_bytes(candidate.total)}; not compiled"
         return f"{about}{candidate.seconds / self.best.seconds:.2f} x the time of the fastest"
 
-    def write(self, path: str | Path) -> None:
-        """The best config as a file for `train`."""
-        save_best(self.best, path)
-
     def as_json(self) -> JsonDict:
         return {
             "target": target_json(self.target, self.trials.limit),
@@ -127,48 +128,46 @@ class Fit(Printed):
         about = {"compiled": candidate.cost is not None, "why": self.reason(candidate)}
         return candidate.as_json(fits=self.trials.fits(candidate)) | about
 
-    def table(self) -> Any:
-        """A table for a terminal."""
-        return self
+    def __rich_console__(self, _console: Console, _options: ConsoleOptions) -> Iterator[RenderableType]:
+        from rich.text import Text
 
-    def __rich_console__(self, *_: Any) -> Iterator[Any]:
+        compiled = self.trials.compiled
+        counts = f"{len(self.trials.all):,} configs considered, {len(compiled)} compiled, in {self.seconds:.0f} s"
+        yield Text(f"{self.given.name} on {self.target.name}", style="bold")
+        yield Text(f"{counts}; {format_bytes(self.trials.limit)} per device")
+        if self.best:
+            yield self._front_table()
+            yield Text(f"fastest: {self.best.description}", style="green")
+            for slow in self.slow_settings:
+                yield Text(f"{slow.kind}: {slow.text}; try {slow.cure}")
+        else:
+            yield Text("nothing fits", style="red")
+            yield Text(f"smallest found: {format_bytes(self.smallest.total)} with {self.smallest.description}")
+        if self.other_methods:
+            yield self.other_methods
+            return
+        others = [candidate for candidate in self.ranked if candidate.cost and candidate not in self.front]
+        if others:
+            yield Text("Other compiled configs:")
+        for candidate in others[:OTHER_ROWS]:
+            yield Text(f"  {candidate.description}: {self.reason(candidate)}", style="dim")
+        if compared := published_range(self.target):
+            yield Text(f"times are estimates: {compared} than planned")
+        if self.best:
+            yield Text("next: add --write run.yaml to this command, then jaxmem train run.yaml")
+
+    def _front_table(self) -> Table:
         from rich.table import Table
         from rich.text import Text
 
-        trials = self.trials
-        compiled = self.trials.compiled
-        counts = f"{len(trials.all):,} configs considered, {len(compiled)} compiled, in {self.seconds:.0f} s"
-        parts: list[Any] = [
-            Text(f"{self.given.name} on {self.target.name}", style="bold"),
-            Text(f"{counts}; {format_bytes(trials.limit)} per device"),
-        ]
-        if self.best:
-            table = Table(title="Fastest first; each further row needs less memory", title_justify="left")
-            table.add_column("step", justify="right", no_wrap=True)
-            table.add_column("memory", justify="right", no_wrap=True)
-            table.add_column("changes")
-            for candidate in self.front:  # Text, since brackets in a description are not markup
-                table.add_row(
-                    format_seconds(candidate.seconds), format_bytes(candidate.total), Text(candidate.description)
-                )
-            parts += [table, Text(f"fastest: {self.best.description}", style="green")]
-            parts += [Text(f"{slow.kind}: {slow.text}; try {slow.cure}") for slow in self.slow_settings]
-        else:
-            smallest = f"smallest found: {format_bytes(self.smallest.total)} with {self.smallest.description}"
-            parts += [Text("nothing fits", style="red"), Text(smallest)]
-        if self.other_methods:
-            yield from (*parts, self.other_methods)
-            return
-        others = [candidate for candidate in self.ranked if candidate.cost and candidate not in self.front]
-        others = others[:OTHER_ROWS]
-        if others:
-            parts.append(Text("Other compiled configs:"))
-            parts += [Text(f"  {candidate.description}: {self.reason(candidate)}", style="dim") for candidate in others]
-        if compared := published_range(self.target):
-            parts.append(Text(f"times are estimates: {compared} than planned"))
-        if self.best:
-            parts.append(Text("next: add --write run.yaml to this command, then jaxmem train run.yaml"))
-        yield from parts
+        table = Table(title="Fastest first; each further row needs less memory", title_justify="left")
+        table.add_column("step", justify="right", no_wrap=True)
+        table.add_column("memory", justify="right", no_wrap=True)
+        table.add_column("changes")
+        for candidate in self.front:  # Text, since brackets in a description are not markup
+            description = Text(candidate.description)
+            table.add_row(format_seconds(candidate.seconds), format_bytes(candidate.total), description)
+        return table
 
 
 def fit(
@@ -195,23 +194,23 @@ def fit(
             are compared if the source is a model. `sequence_length`, `batch`, `overrides`.
     """
     aim = compile_target(target)
-    methods = [name.strip() for name in (options.get("method") or "").split(",")]
-    compares = len(methods) > 1 or (is_model(source) and options.get("method") is None)
+    method = options.get("method")
+    methods = [check_method(name.strip()) for name in method.split(",")] if method else []
+    compares = len(methods) > 1 or (not methods and is_model(source))
     for name, value in (("allow", allow), ("compiles", compiles)):
         if compares and value is not None:
             raise UserError(f"{name}={as_yaml(value)} supports a single method only; use method=NAME")
-    if len(methods) > 1:
+    if compares:
         options["method"] = None
-    names = [check_method(name) for name in methods] if len(methods) > 1 else []
     overrides = options.get("overrides", ())
-    if compares and (override := setting_of_method(names or METHODS, overrides)):
+    if compares and (override := setting_of_method(methods or METHODS, overrides)):
         # Each row would have the name of its method, and the figures of this setting.
         raise UserError(f"{override} supports a single method only; choose the method too, e.g. --method lora")
     config = functools.partial(run_config, source, devices=aim.count, **options)
     command = command_line(source, {**options, "reserve": reserve_gib})
     with CompilerPool(aim, reserve_gib) as compilers:
         if compares:
-            return compare(config, command, compilers, progress, methods=names)
+            return compare(config, command, compilers, progress, methods=methods)
         cfg = config()
         words = DEFAULT_ALLOW if allow is None else allow
         most = DEFAULT_COMPILES if compiles is None else compiles
@@ -248,8 +247,7 @@ def search(
     target = compilers.target
     if compiles < 1:
         raise UserError(f"compiles={compiles} must be at least 1")
-    start_cfg, _ = resolve_remat(cfg, target, compilers.reserve_gib, compiles=False)
-    searched = Search(start_cfg, cfg, allowed(allow), compilers, progress)
+    searched = Search(cfg, allowed(allow), compilers, progress)
     progress(f"{len(searched.trials.all):,} configs estimated; compiling at most {compiles}")
     searched.compile(compiles)
     if not searched.trials.compiled:

@@ -6,24 +6,23 @@ largest value that is known to fit and the smallest value that is known not to f
 compiled.
 """
 
+import bisect
 import math
 import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from jaxmem.config import Config, Decoder
 from jaxmem.config.combinations import value_of
 from jaxmem.config.devices import batch_step, for_devices, resolve, time_parts
 from jaxmem.config.load import config_of, read_config
 from jaxmem.errors import UserError, nearest
-from jaxmem.machine.console import Printed
 from jaxmem.planning.targets import Target, usable_memory
 from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.search.candidates import Candidate, Space
 from jaxmem.search.compilers import CompilerPool, RefusedError, compile_target
-from jaxmem.search.fastest import Trials, save_best, target_json
+from jaxmem.search.fastest import SearchResult, Trials, target_json
 from jaxmem.search.knobs import allowed
 from jaxmem.typing import JsonDict
 
@@ -42,16 +41,9 @@ class Point:
     candidate: Candidate
     fits: bool
 
-    @property
-    def rate(self) -> float:
-        """Tokens per second on all devices; for image models, images per second."""
-        cfg = self.candidate.cfg
-        length = cfg.data.sequence_length if isinstance(cfg.model, Decoder) else 1
-        return cfg.batch.global_size * length / self.candidate.seconds
-
 
 @dataclass(frozen=True)
-class Largest(Printed):
+class Largest(SearchResult):
     """The result of `maximize`: the largest value that fits, and the next value, which does not fit or is not valid."""
 
     given: Config
@@ -68,6 +60,10 @@ class Largest(Printed):
         return next((point for point in reversed(self.points) if point.fits), None)
 
     @property
+    def best_candidate(self) -> Candidate | None:
+        return self.best.candidate if self.best else None
+
+    @property
     def beyond(self) -> Point | None:
         return next((point for point in self.points if not point.fits), None)
 
@@ -75,12 +71,9 @@ class Largest(Printed):
         largest = self.best.value if self.best else "none"
         return f"Largest({self.given.name} on {self.target.name}: {self.key}={largest} fits)"
 
-    def write(self, path: str | Path) -> None:
-        save_best(self.best.candidate if self.best else None, path)
-
     def as_json(self) -> JsonDict:
         points = {
-            point.value: {"value": point.value, "rate": point.rate} | point.candidate.as_json(fits=point.fits)
+            point.value: {"value": point.value, "rate": point.candidate.rate} | point.candidate.as_json(fits=point.fits)
             for point in self.points
         }
         return {
@@ -102,7 +95,7 @@ class Largest(Printed):
                 f"{point.value:,}",
                 format_bytes(point.candidate.total),
                 format_seconds(point.candidate.seconds),
-                f"{point.rate:,.0f}",
+                f"{point.candidate.rate:,.0f}",
             )
             rows.append((*numbers, "fits" if point.fits else "does not fit"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -207,17 +200,15 @@ class _Search:
 
     def _guess(self, low: int, high: int | None) -> int:
         """The largest value, strictly between the bounds, that fits by the estimate."""
-        if len(self.points) > BISECT_AFTER and high is not None:
+        if high is None:
+            high = low + 2
+            while self._fits_by_estimate(high):
+                high *= 2
+        elif len(self.points) > BISECT_AFTER:
             return (low + high) // 2
-        top = low + 1 if high is None else high
-        while high is None and self._fits_by_estimate(top):
-            top *= 2
-        bottom = low
-        last = top if high is None else high - 1
-        while top - bottom > 1:
-            middle = (bottom + top) // 2
-            bottom, top = (middle, top) if self._fits_by_estimate(middle) else (bottom, middle)
-        return min(max(bottom, low + 1), last)
+        between = range(low + 1, high)
+        fitting = bisect.bisect_left(between, True, key=lambda units: not self._fits_by_estimate(units))
+        return between[max(fitting - 1, 0)]
 
     def _fits_by_estimate(self, units: int) -> bool:
         candidate = self._candidate(units)

@@ -11,7 +11,6 @@ share them. The directory can be deleted at any time; configs are then compiled 
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import json
 import os
 import sys
@@ -20,9 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+import jaxmem.kernels
 from jaxmem.config import Config
 from jaxmem.errors import one_line
 from jaxmem.machine import devices
+from jaxmem.machine.files import write_file
 from jaxmem.machine.gpus import CPU
 from jaxmem.planning.compile import compile_program, replicated_arrays
 from jaxmem.planning.hlo import recomputed
@@ -30,7 +31,7 @@ from jaxmem.planning.result import Plan, evaluate_bytes
 from jaxmem.planning.targets import Target, parse_target, target_devices, usable_memory
 from jaxmem.planning.timeline import timeline
 from jaxmem.step.programs import program
-from jaxmem.typing import JsonDict, JsonView
+from jaxmem.typing import JsonDict
 
 # Packages and variables of the environment that change programs.
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "jax-triton", "triton")
@@ -45,14 +46,16 @@ def cache_directory() -> Path:
 
 def config_key(question: str, cfg: Config, target: Target, reserve_gib: float | None) -> str:
     """The key of a question about a config; configs with the same answer have the same key."""
-    config = cfg.model_dump(mode="json", exclude=_IRRELEVANT)
-    return _key({"question": question, "config": config, "sources": _sources()}, target, reserve_gib)
-
-
-def program_key(text: str, target: Target, limit: int) -> str:
-    """The key of a lowered program. Many configs share a program, such as the initialization. `limit`: bytes of a
-    device, to which XLA reduces the memory of a program for GPUs."""
-    return _key({"program": text, "limit": limit if target.gpu else 0}, target, None)
+    gpu = target.gpu  # programs for CPUs do not depend on the memory
+    content = {
+        "question": question,
+        "config": cfg.model_dump(mode="json", exclude=_IRRELEVANT),
+        "target": [repr(gpu), target.count, target.per_host, target.memory if gpu else 0, reserve_gib],
+        "sources": _sources(),
+        "versions": devices.package_versions(_PACKAGES),
+        "flags": {name: os.environ.get(name, "") for name in _FLAGS},
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_answer(key: str) -> JsonDict | None:
@@ -63,34 +66,16 @@ def read_answer(key: str) -> JsonDict | None:
 
 
 def write_answer(key: str, answer: JsonDict) -> None:
-    folder = cache_directory()
-    partial = folder / f".{key}.{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(answer))
-        partial.replace(folder / f"{key}.json")
-    except OSError:  # the disk is full or read-only: the next search compiles again
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-
-
-def _key(content: JsonView, target: Target, reserve_gib: float | None) -> str:
-    gpu = target.gpu  # programs for CPUs do not depend on the memory
-    machine = [repr(gpu), target.count, target.per_host, target.memory if gpu else 0, reserve_gib]
-    flags = {name: os.environ.get(name, "") for name in _FLAGS}
-    all_content = {**content, "target": machine, "versions": devices.package_versions(_PACKAGES), "flags": flags}
-    return hashlib.sha256(json.dumps(all_content, sort_keys=True).encode()).hexdigest()
+    with contextlib.suppress(OSError):  # the disk is full or read-only: the next search compiles again
+        write_file(cache_directory() / f"{key}.json", json.dumps(answer))
 
 
 @functools.cache
 def _sources() -> str:
     digest = hashlib.sha256()
-    for package in ("jaxmem", "jaxmem.kernels"):
-        spec = importlib.util.find_spec(package)
-        assert spec is not None
-        for root in spec.submodule_search_locations or ():
-            for file in sorted(Path(root).rglob("*.py")):
-                digest.update(file.read_bytes())
+    for folder in (*jaxmem.__path__, *jaxmem.kernels.__path__):
+        for file in sorted(Path(folder).rglob("*.py")):
+            digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
@@ -132,17 +117,12 @@ def step_plan(cfg: Config, target: Target, _: float | None) -> JsonDict:
 
 
 def other_phases(cfg: Config, target: Target, reserve_gib: float | None) -> JsonDict:
-    """Bytes per device of the phases other than the step. Many configs share these programs, so each program is cached
-    by its text."""
-    limit = usable_memory(target, cfg.memory, reserve_gib)
-    built = program(cfg, target_devices(target, limit))
-    sizes = {}
-    for phase, lower in built.lower_others().items():
-        lowered = lower()
-        key = program_key(lowered.as_text(), target, limit)
-        answer = read_answer(key) or {"total": compile_program(lowered, here=target.is_here, runs=False).total}
-        write_answer(key, answer)
-        sizes[phase] = answer["total"]
+    """Bytes per device of the phases other than the step."""
+    built = program(cfg, target_devices(target, usable_memory(target, cfg.memory, reserve_gib)))
+    sizes = {
+        phase: compile_program(lower(), here=target.is_here, runs=False).total
+        for phase, lower in built.lower_others().items()
+    }
     if "evaluate" in sizes:
         sizes["evaluate"] = evaluate_bytes(built, sizes["evaluate"])
     return sizes
@@ -168,12 +148,8 @@ def _is_temporary(error: BaseException | None) -> bool:
 def serve(questions: Iterable[str], answers: TextIO, target: Target, reserve_gib: float | None = None) -> None:
     for line in questions:
         asked = json.loads(line)
-        try:
-            cfg = Config.model_validate_json(json.dumps(asked["config"]))
-            reply = answer(asked["question"], cfg, target, reserve_gib)
-        except ValueError as error:  # of pydantic, in several lines
-            reply = {"refused": f"invalid in a compiler process: {' '.join(str(error).split())}", "is_temporary": True}
-        answers.write(json.dumps(reply) + "\n")
+        cfg = Config.model_validate_json(json.dumps(asked["config"]))
+        answers.write(json.dumps(answer(asked["question"], cfg, target, reserve_gib)) + "\n")
 
 
 if __name__ == "__main__":

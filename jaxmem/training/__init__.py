@@ -1,5 +1,8 @@
 """The training loop, and what it shows and writes.
 
+`run.py` has the phases of a run in order: prepare (devices, program, directory), finished (nothing is left to do),
+train (compile, restore, open), loop. To resume, also on another mesh: restore.py, checkpoint/saved_state.py.
+
 From a batch to its metrics, for each step of the loop in `run.py`:
 
     data/loader.py        the rows of this process: {name: array [micro-batches, rows, sequence]}

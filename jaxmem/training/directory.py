@@ -109,12 +109,20 @@ def is_shared(directory: Path) -> bool:
             directory.mkdir(parents=True, exist_ok=True)
             marker.touch()
     gather(None)  # waits, because a network file system may remember that the file did not exist
-    end = time.monotonic() + SHARED_SECONDS
-    while not (all_see_it := all(gather(marker.exists()))) and not any_process(time.monotonic() > end):
-        time.sleep(1)
+    blind = _blind_processes(marker, SHARED_SECONDS)
     if jax.process_index() == 0:
         marker.unlink(missing_ok=True)
-    return all_see_it
+    return not blind
+
+
+def _blind_processes(path: Path | epath.Path, seconds: float) -> list[int]:
+    """The processes that do not see a path within this time: a network file system may show it later."""
+    end = time.monotonic() + seconds
+    while blind := [process for process, sees in enumerate(gather(path.exists())) if not sees]:
+        if any_process(time.monotonic() > end):
+            break
+        time.sleep(1)
+    return blind
 
 
 @contextmanager
@@ -136,14 +144,11 @@ def run_directory(
                 refusal = f"cannot create {path}: {error.strerror}; set output or checkpoint.path to another directory"
         if refusal := gather(refusal)[0]:
             raise UserError(refusal)
-        end = time.monotonic() + MAX_WAIT_SECONDS
-        while blind := [process for process, sees in enumerate(gather(path.is_dir())) if not sees]:
-            if any_process(time.monotonic() > end):
-                raise UserError(
-                    f"process {', '.join(map(str, blind))} does not see {path}, which process 0 created; "
-                    "set output or checkpoint.path to a directory that all hosts share"
-                )
-            time.sleep(1)  # a network file system may show the directory later
+        if blind := _blind_processes(path, MAX_WAIT_SECONDS):
+            raise UserError(
+                f"process {', '.join(map(str, blind))} does not see {path}, which process 0 created; "
+                "set output or checkpoint.path to a directory that all hosts share"
+            )
         yield new.clear
     except BaseException:
         for folder in new if jax.process_index() == 0 else ():

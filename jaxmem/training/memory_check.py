@@ -5,7 +5,6 @@ NCCL and fragmentation take beyond the reserve.
 """
 
 import json
-import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,13 +79,13 @@ def explained_out_of_memory(plan: Plan) -> Iterator[None]:
             ) from error
         in_use = device_memory().get("bytes_in_use")
         requested = _requested(message)
-        budget = rounded_down(max(_available(plan, in_use, requested), 1) / GIB)
+        budget = 0.995 * _available(plan, in_use, requested) / GIB  # rounded to three digits it is not too large
         observed = f"; {format_bytes(in_use)} were in use" if in_use else ""
         observed += f"; {format_bytes(requested)} more were requested" if requested else ""
         raise OutOfMemoryError(
             f"{plan.program.cfg.name}: out of memory although the plan fits: planned {format_bytes(plan.peak)} of"
             f" {format_bytes(plan.limit)} per device{observed}. Another process may use the device: see `jaxmem"
-            f" doctor`. `jaxmem fit CONFIG memory.budget={budget}` searches for settings that fit"
+            f" doctor`. `jaxmem fit CONFIG memory.budget={budget:.3g}` searches for settings that fit"
         ) from error
 
 
@@ -115,16 +114,6 @@ class PeakCheck:
         write_file(self._file, json.dumps(saved, indent=2))
         planned = f"memory: planned {format_bytes(self._planned)}"
         return f"{planned}, measured peak {format_bytes(peak)} ({difference:+.1%})"
-
-
-def rounded_down(number: float) -> str:
-    """A number with three digits: rounded up, a budget could be the one that was too large.
-
-    >>> rounded_down(79.96), rounded_down(0.012349), rounded_down(1234.5)
-    ('79.9', '0.0123', '1234')
-    """
-    unit = 10.0 ** min(math.floor(math.log10(number)) - 2, 0)
-    return f"{math.floor(number / unit) * unit:.{max(round(-math.log10(unit)), 0)}f}"
 
 
 def _available(plan: Plan, in_use: int | None, requested: int | None) -> int:

@@ -36,38 +36,42 @@ def data_fingerprint(cfg: Config) -> str:
     return mine
 
 
-def newest_of_same_run(
-    built: Program, directory: Path, path: epath.Path, fingerprint: str
-) -> tuple[int, JsonDict, JsonDict]:
-    """The step, data position and config of the newest checkpoint; step 0 without checkpoints. Refuses a checkpoint if
-    its config differs in fields that must not change."""
+class SavedRecord(NamedTuple):
+    """What a checkpoint says beside its arrays."""
+
+    step: int
+    position: JsonDict  # in the data
+    config: JsonDict
+
+
+def newest_of_same_run(built: Program, directory: Path, path: epath.Path, fingerprint: str) -> SavedRecord | None:
+    """The record of the newest checkpoint; None without checkpoints. Refuses a checkpoint if its config differs in
+    fields that must not change."""
     latest = _read_latest(path)
     if latest is None:
-        return 0, {}, {}
-    step, position, before = latest
+        return None
+    before = load_config(latest.config).model_dump(mode="json")  # adds settings that did not exist when it was saved
     after = built.cfg.model_dump(mode="json")
-    before = load_config(before).model_dump(mode="json")  # adds settings that did not exist when it was saved
-    refuse_changes(before, after, directory, (position["fingerprint"], fingerprint))
-    SavedState(built).check_base(position, directory)
-    return step, position, before
+    refuse_changes(before, after, directory, (latest.position["fingerprint"], fingerprint))
+    SavedState(built).check_base(latest.position, directory)
+    return latest._replace(config=before)
 
 
-def resuming_own_checkpoints(cfg: Config, path: epath.Path) -> Config:
+def resume_if_started_again(cfg: Config, path: epath.Path) -> Config:
     """The config with `checkpoint.resume: auto` if this job has saved the checkpoints, and is started again: `never` is
     about its first start."""
     if cfg.checkpoint.resume == "auto" or (latest := _read_latest(path)) is None:
         return cfg
-    _, position, _ = latest
-    is_own = not set(jobs(started_again=True)).isdisjoint(position.get("jobs", []))
+    is_own = not set(jobs(started_again=True)).isdisjoint(latest.position.get("jobs", []))
     return cfg.replace(checkpoint={"resume": "auto"}) if is_own else cfg
 
 
-def _read_latest(path: epath.Path) -> tuple[int, JsonDict, JsonDict] | None:
-    """Step, data position and config of the newest checkpoint; None without checkpoints."""
+def _read_latest(path: epath.Path) -> SavedRecord | None:
     if not all(gather(path.is_dir())):
         return None
     with Checkpoints(path, read_only=True) as checkpoints:
-        return checkpoints.read_latest()
+        latest = checkpoints.read_latest()
+    return None if latest is None else SavedRecord(*latest)
 
 
 def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, JsonDict] | None:
@@ -87,10 +91,10 @@ class NewestState(NamedTuple):
 def newest_state(built: Program, checkpoints: Checkpoints) -> NewestState | None:
     """Like `restore`, but only `read_state` reads the frozen base, which is not in the checkpoints."""
     saved = SavedState(built)
-    latest_arrays = checkpoints.restore_latest(saved.shapes)
-    if latest_arrays is None:
+    latest = checkpoints.restore_latest(saved.shapes)
+    if latest is None:
         return None
-    step, state, position, config = latest_arrays
+    step, state, position, config = latest
     return NewestState(step, lambda: saved.complete(state, config), position)
 
 

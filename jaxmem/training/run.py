@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -24,7 +24,7 @@ from jaxmem.checkpoint.metrics import read_rows
 from jaxmem.checkpoint.paths import checkpoint_directory, refuse_links
 from jaxmem.checkpoint.same_run import PROCESS_KEYS, changed
 from jaxmem.checkpoint.saved_state import SavedState
-from jaxmem.config import Checkpoint, Cluster, Config
+from jaxmem.config import Cluster, Config
 from jaxmem.config.methods import config_with
 from jaxmem.config.user import Parts
 from jaxmem.data.loader import Loader, merge_states
@@ -41,12 +41,13 @@ from jaxmem.training import lines
 from jaxmem.training.directory import is_shared, locked_places, run_directory, run_lock, write_description
 from jaxmem.training.progress import Progress, RunSpec, spinner
 from jaxmem.training.restore import (
+    SavedRecord,
     check_finite,
     data_fingerprint,
     newest_of_same_run,
     newest_state,
     restore,
-    resuming_own_checkpoints,
+    resume_if_started_again,
 )
 from jaxmem.training.signals import StopSignal, requeued_before_training
 from jaxmem.training.telemetry import HELD_OUT, Profile, Telemetry
@@ -54,7 +55,10 @@ from jaxmem.training.trackers import check_trackers, trackers_for
 from jaxmem.typing import JsonDict, JsonView
 
 if TYPE_CHECKING:
+    from jaxmem.inference.evaluate import Evaluator
     from jaxmem.planning.result import Plan
+    from jaxmem.planning.targets import Target
+    from jaxmem.training.memory_check import PeakCheck
 
 _UNITS = {"tokens": "tok", "images": "img", "rows": "row"}  # units in the speed that a progress line shows
 
@@ -121,141 +125,246 @@ def run(
 
 
 def _run(cfg: Config, devices: Sequence[jax.Device] | None) -> Result:
-    from jaxmem.inference.evaluate import Evaluator
+    """Trains, if steps and data are left."""
+    job = _prepare(cfg, devices)
+    if finished := _finished(job):
+        return finished
+    with open_loader(job.cfg, "train", job.built.rows, agree=any_process) as loader:
+        if job.cfg.data.epochs and (finished := _finished(job, loader)):
+            return finished
+        return _train(job, loader)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is trained, on which devices, and where its files are."""
+
+    built: Program
+    target: Target
+    remat_why: str | None  # the reason for the recompute policy
+    elastic: str | None  # a line: what `cluster.elastic` changed
+    directory: Path
+    checkpoint_path: epath.Path
+    fingerprint: str  # of the data
+    newest: SavedRecord | None  # of the newest checkpoint; None: the run starts from step 0
+
+    @property
+    def cfg(self) -> Config:
+        return self.built.cfg
+
+
+def _prepare(cfg: Config, devices: Sequence[jax.Device] | None) -> _Job:
+    """Settles every choice that the config leaves open. Refuses the directory of a run of another config."""
     from jaxmem.inference.load import with_passing_kernels
     from jaxmem.planning.budget import resolve_remat
-    from jaxmem.planning.result import plan_program
     from jaxmem.planning.targets import local_target
     from jaxmem.step.kernel_check import refuse_gpu_kernels
-    from jaxmem.training.memory_check import PeakCheck, check_fits, explained_out_of_memory
 
     check_trackers(cfg.train.trackers)
-    _cache_compiled_programs(cfg.output)
+    # If some processes found a program that others compile, these would wait in XLA's autotuner, which is shared by
+    # all. Programs for CPUs are not cached: compiling is fast, and they depend on the instructions of the CPU.
+    if jax.default_backend() != "cpu" and is_shared(Path(cfg.output)):
+        cache_compiled_programs(cfg.output)
     _preflight(cfg.cluster)
     devices = jax.devices() if devices is None else devices
     directory = Path(cfg.output, cfg.name)
     checkpoint_path = checkpoint_directory(directory, cfg.checkpoint.path, cfg.name)
     refuse_links(directory)
     refuse_links(checkpoint_path)
-    cfg = resuming_own_checkpoints(cfg, checkpoint_path)
+    cfg = resume_if_started_again(cfg, checkpoint_path)
     refuse_gpu_kernels(cfg, devices[0].platform)
     cfg = with_passing_kernels(cfg, devices)
     target = local_target(devices, gather)
     resolved, remat_why = resolve_remat(cfg, target)
     built = program(resolved, devices)
     elastic = lines.elastic_line(cfg, built.cfg)
-    cfg = built.cfg
-    fingerprint = data_fingerprint(cfg)
-    if finished := _finished(built, directory, checkpoint_path, fingerprint):
-        return finished
+    fingerprint = data_fingerprint(built.cfg)
+    is_new = built.cfg.checkpoint.resume == "never"
+    newest = None if is_new else newest_of_same_run(built, directory, checkpoint_path, fingerprint)
+    return _Job(built, target, remat_why, elastic, directory, checkpoint_path, fingerprint, newest)
 
+
+def _finished(job: _Job, loader: Loader | None = None) -> Result | None:
+    """The result of a run whose steps are all done or, with a `loader`, whose data has ended; else None."""
+    built = job.built
+    steps = job.cfg.steps
+    if job.newest is None:
+        return None
+    if job.newest.step < steps:
+        if loader is None:
+            return None
+        loader.restore(job.newest.position)
+        if not loader.has_ended():
+            return None
+    with _checkpoints(job) as checkpoints, failing_together():
+        newest = newest_state(built, checkpoints)
+    if newest is None or newest.step < min(job.newest.step, steps):
+        return None
+    if jax.process_index() == 0:
+        say_text(lines.finished_line(built, job.newest.config, newest.step, job.directory))
+    metrics, held_out = _recorded(job.directory, newest.step)
+    return Result(job.directory, newest.step, metrics, held_out, newest.read_state, built)
+
+
+def _train(job: _Job, loader: Loader) -> Result:
+    """Compiles the step, opens all that the loop uses, and runs the loop."""
+    from jaxmem.inference.evaluate import Evaluator
+    from jaxmem.planning.result import plan_program
+    from jaxmem.training.memory_check import PeakCheck, check_fits, explained_out_of_memory
+
+    built = job.built
+    cfg = job.cfg
+    directory = job.directory
+    is_first = jax.process_index() == 0
     with ExitStack() as stack:
-        loader = stack.enter_context(open_loader(cfg, "train", built.rows, agree=any_process))
-        if cfg.data.epochs and (finished := _finished(built, directory, checkpoint_path, fingerprint, loader)):
-            return finished
-        evaluate = stack.enter_context(Evaluator(built, loader.corpus)) if cfg.train.evaluate_every else None
+        evaluator = stack.enter_context(Evaluator(built, loader.corpus)) if cfg.train.evaluate_every else None
         document_tokens = loader.corpus.check()
-        first = jax.process_index() == 0
-        with spinner(f"{lines.model_line(built)}\ncompiling ...", enabled=first):
-            plan = plan_program(built, remat_why, target)
+        with spinner(f"{lines.model_line(built)}\ncompiling ...", enabled=is_first):
+            plan = plan_program(built, job.remat_why, job.target)
         check_fits(plan)
 
-        keep_directory = stack.enter_context(run_directory(directory, checkpoint_path, resume=cfg.checkpoint.resume))
-        checkpoints = stack.enter_context(_checkpoints(cfg.checkpoint, checkpoint_path))
+        keep_directory = stack.enter_context(
+            run_directory(directory, job.checkpoint_path, resume=cfg.checkpoint.resume)
+        )
+        checkpoints = stack.enter_context(_checkpoints(job))
         stack.enter_context(failing_together())  # closing the contexts above needs all processes
         stack.enter_context(explained_out_of_memory(plan))
-        step, state, position = _begin(built, checkpoints, loader)
-        saved = SavedState(built)
-        sources: JsonDict = {"fingerprint": fingerprint, "jobs": jobs()} | ({"base": saved.base} if saved.base else {})
-        sources |= _add_reference(built, loader, state, fingerprint, position.get("reference"))
-        if jax.process_index() == 0:  # all checks have passed
+        step, state, sources = _begin(job, checkpoints, loader)
+        if is_first:  # all checks have passed
             write_description(plan, directory, is_new=step == 0)
 
         trackers = stack.enter_context(trackers_for(cfg, directory, step))
         progress = stack.enter_context(_progress(built, step, trackers.seconds))
-        progress.say(elastic)
+        progress.say(job.elastic)
         progress.say(lines.plan_line(plan, step))
-        rows = cfg.batch.global_size
-        corpus = loader.corpus
-        progress.say(lines.data_line(cfg.data, rows, cfg.steps, corpus, document_tokens) if document_tokens else None)
+        if document_tokens:
+            progress.say(lines.data_line(cfg.data, cfg.batch.global_size, cfg.steps, loader.corpus, document_tokens))
         telemetry = Telemetry(cfg.train, built.spec.gradient_names, progress, trackers, cfg.precision.loss_scale)
         telemetry.has_targets = step > 0  # a run is only saved if it had target tokens
-        work = lines.work_of(built)
         peak = PeakCheck(plan, directory / "plan.json")
         profile = stack.enter_context(Profile(directory / "profile", cfg.train.profile))
         stop = stack.enter_context(StopSignal())
-        largest_signal = DelayedMax()
-        held_out: dict[str, float] = {}
-
-        def save(metrics: dict[str, float] | None = None, *, force: bool) -> None:
-            if checkpoints.is_due(step, metrics, force):
-                _flush(telemetry, loader)  # a step is saved only when its loss is known to be finite
-                arrays = saved.of(state)
-                check_finite(arrays.params, step)
-                position = merge_states(gather(loader.state())) | sources
-                checkpoints.save(step, arrays, position, cfg.model_dump(mode="json"), metrics, force=force)
-
+        loop = _Loop(step, state, sources, plan, loader, checkpoints, evaluator, telemetry)
+        del state  # its arrays that are not donated would remain in memory
         keep_directory()
-        batches = iter(loader)
-        data_ended = False
-        while step < cfg.steps and (batch := next(batches, None)) is not None:
-            step += 1
-            profile.before(step)
-            state, metrics = serialized(plan.executable(state, built.place(batch)))
-            profile.after(step, metrics)
-            is_stopped = stop.from_any_process(largest_signal.of(stop.requested or 0))
-            last = is_stopped or step == cfg.steps
-            telemetry.update(step, metrics, work)
-            progress.say(peak.after_step())
-            with progress.paused():
-                if is_stopped:  # an evaluation may take longer than the time until the process is killed
-                    save(force=True)
-                    checkpoints.wait()
-                is_evaluated = evaluate and (step == cfg.steps or step % (cfg.train.evaluate_every or 1) == 0)
-                if evaluate and is_evaluated:
-                    held_out = evaluate(state.params, cfg.train.evaluate_batches)
-                    telemetry.held_out(step, held_out)
-                save(held_out if is_evaluated else None, force=last)
-            if last:
-                break
-        else:
-            data_ended = step < cfg.steps
-        _flush(telemetry, loader)
-        telemetry.finish()
-        if evaluate and data_ended and telemetry.last and step % (cfg.train.evaluate_every or 1):
-            held_out = evaluate(state.params, cfg.train.evaluate_batches)
-            telemetry.held_out(step, held_out)
-        save(held_out if data_ended else None, force=True)  # has an effect if the data ended before the last step
-        checkpoints.wait()
+        loop.run(progress, profile, peak, stop)
         for line in loader.corpus.summary(built.rows, gather):
             progress.say(line)
         best = checkpoints.best() if cfg.checkpoint.keep_best else None
-        progress.say(lines.last_line(cfg, step, directory, data_ended=data_ended, best=best))
-    return Result(directory, step, telemetry.last, held_out, lambda: state, built, stop.exit_code, plan)
+        progress.say(lines.last_line(cfg, loop.step, directory, data_ended=loop.data_ended, best=best))
+    state = loop.state
+    return Result(directory, loop.step, telemetry.last, loop.held_out, lambda: state, built, stop.exit_code, plan)
 
 
-def _finished(
-    built: Program, directory: Path, path: epath.Path, fingerprint: str, loader: Loader | None = None
-) -> Result | None:
-    """The result of a run whose steps are all done or, with a `loader`, whose data has ended; None if steps are left.
-    Refuses a run of another config."""
-    if built.cfg.checkpoint.resume == "never":
-        return None
-    done, position, config = newest_of_same_run(built, directory, path, fingerprint)
-    if done < built.cfg.steps:
-        if loader is None or not position:
-            return None
+def _begin(job: _Job, checkpoints: Checkpoints, loader: Loader) -> tuple[int, TrainState, JsonDict]:
+    """The step and the state with which a run begins or continues, and what its checkpoints record beside them. The
+    loader continues at the saved position."""
+    from jaxmem.inference.load import initial_state
+
+    built = job.built
+    step, state, position = restore(built, checkpoints) or (0, initial_state(built), {})
+    if position:
         loader.restore(position)
-        if not loader.has_ended():
+    sources: JsonDict = {"fingerprint": job.fingerprint, "jobs": jobs()}
+    if base := SavedState(built).base:
+        sources["base"] = base
+    if job.cfg.objective.name == "dpo":
+        from jaxmem.inference.reference import reference_logprobs
+
+        resumed = position.get("reference")
+        reference = reference_logprobs(built, loader.corpus, state.params, job.fingerprint, resumed)
+        loader.corpus.references = reference.values
+        sources["reference"] = reference.weights
+    return step, state, sources
+
+
+@dataclass
+class _Loop:
+    """The steps of a run, with the evaluations and checkpoints between them. `sources`: as from `_begin`."""
+
+    step: int
+    state: TrainState
+    sources: JsonDict
+    plan: Plan
+    loader: Loader
+    checkpoints: Checkpoints
+    evaluator: Evaluator | None
+    telemetry: Telemetry
+    held_out: dict[str, float] = field(default_factory=dict)  # metrics of the last evaluation
+    data_ended: bool = False  # no batch is left
+
+    @property
+    def cfg(self) -> Config:
+        return self.plan.program.cfg
+
+    def run(self, progress: Progress, profile: Profile, peak: PeakCheck, stop: StopSignal) -> None:
+        work = lines.work_of(self.plan.program)
+        largest_signal = DelayedMax()
+        batches = iter(self.loader)
+        is_stopped = False
+        while self.step < self.cfg.steps and not is_stopped:
+            batch = next(batches, None)
+            if batch is None:
+                self.data_ended = True
+                break
+            self.step += 1
+            profile.before(self.step)
+            # The old state is donated. Nothing waits for the step: its metrics are read after the next one has started.
+            self.state, metrics = serialized(self.plan.executable(self.state, self.plan.program.place(batch)))
+            profile.after(self.step, metrics)
+            is_stopped = stop.from_any_process(largest_signal.of(stop.requested or 0))
+            self.telemetry.update(self.step, metrics, work)
+            progress.say(peak.after_step())
+            with progress.paused():
+                self._evaluate_and_save(is_stopped)
+        self._finish()
+
+    def _evaluate_and_save(self, is_stopped: bool) -> None:
+        """After a step: an evaluation and a checkpoint, if they are due."""
+        if is_stopped:  # an evaluation may take longer than the time until the process is killed
+            self._save(force=True)
+            self.checkpoints.wait()
+        is_last = self.step == self.cfg.steps
+        held_out = self._evaluate() if is_last or self._is_evaluation_step else None
+        self._save(held_out, force=is_last or is_stopped)
+
+    def _finish(self) -> None:
+        """Evaluates and saves the last step, also if the data ended before `train.steps`."""
+        self._flush()
+        self.telemetry.finish()
+        if self.data_ended and self.telemetry.last and not self._is_evaluation_step:
+            self._evaluate()
+        self._save(self.held_out if self.data_ended else None, force=True)
+        self.checkpoints.wait()
+
+    @property
+    def _is_evaluation_step(self) -> bool:
+        return self.step % (self.cfg.train.evaluate_every or 1) == 0
+
+    def _evaluate(self) -> dict[str, float] | None:
+        """The held-out metrics; None if the config evaluates nothing."""
+        if self.evaluator is None:
             return None
-    with _checkpoints(built.cfg.checkpoint, path) as checkpoints, failing_together():
-        newest = newest_state(built, checkpoints)
-    if newest is None or newest.step < min(done, built.cfg.steps):
-        return None
-    if jax.process_index() == 0:
-        say_text(lines.finished_line(built, config, newest.step, directory))
-    metrics, held_out = _recorded(directory, newest.step)
-    return Result(directory, newest.step, metrics, held_out, newest.read_state, built)
+        self.held_out = self.evaluator(self.state.params, self.cfg.train.evaluate_batches)
+        self.telemetry.held_out(self.step, self.held_out)
+        return self.held_out
+
+    def _save(self, held_out: dict[str, float] | None = None, *, force: bool) -> None:
+        """Saves if this step is due, forced, or the best by its `held_out` metrics."""
+        if self.checkpoints.is_due(self.step, held_out, force):
+            self._flush()  # a step is saved only when its loss is known to be finite
+            arrays = SavedState(self.plan.program).of(self.state)
+            check_finite(arrays.params, self.step)
+            position = merge_states(gather(self.loader.state())) | self.sources
+            config = self.cfg.model_dump(mode="json")
+            self.checkpoints.save(self.step, arrays, position, config, held_out, force=force)
+
+    def _flush(self) -> None:
+        """Reads the pending metrics. A run in which no step had a target token is stopped, not saved."""
+        self.telemetry.flush()
+        if self.telemetry.last and not self.telemetry.has_targets:
+            reason = "; ".join(self.loader.corpus.summary()) or "the data has no target tokens"
+            raise UserError(f"no step had a token to train on: {reason}; change data.on_invalid or data.on_overlong")
 
 
 def _recorded(directory: Path, step: int) -> tuple[dict[str, float], dict[str, float]]:
@@ -281,13 +390,6 @@ def _refuse_other_configs(cfg: Config) -> None:
             )
 
 
-def _cache_compiled_programs(output: str) -> None:
-    """Caches compiled programs in `output` if all processes see it. If some found a program that others compile, these
-    would wait in XLA's autotuner, which is shared by all."""
-    if jax.default_backend() != "cpu" and is_shared(Path(output)):  # programs for CPUs are not cached
-        cache_compiled_programs(output)
-
-
 def _preflight(cluster: Cluster) -> None:
     if cluster.preflight and jax.process_count() > 1:
         from jaxmem.distributed.preflight import preflight
@@ -297,41 +399,9 @@ def _preflight(cluster: Cluster) -> None:
             say(*lines)
 
 
-def _checkpoints(section: Checkpoint, path: epath.Path) -> Checkpoints:
-    return Checkpoints(path, section.every, section.keep, section.keep_best)
-
-
-def _begin(built: Program, checkpoints: Checkpoints, loader: Loader) -> tuple[int, TrainState, JsonDict]:
-    """Step, state and data position with which the run begins or continues, at which the loader is then."""
-    from jaxmem.inference.load import initial_state
-
-    resumed = restore(built, checkpoints)
-    if resumed is None:
-        return 0, initial_state(built), {}
-    loader.restore(resumed[2])
-    return resumed
-
-
-def _add_reference(
-    built: Program, loader: Loader, state: TrainState, fingerprint: str, resumed: str | None
-) -> dict[str, str]:
-    """For DPO: passes the reference log-probabilities of each pair to the corpus, and returns the fingerprint of the
-    reference model's weights. `resumed`: this fingerprint in the checkpoint."""
-    if built.cfg.objective.name != "dpo":
-        return {}
-    from jaxmem.inference.reference import reference_logprobs
-
-    reference = reference_logprobs(built, loader.corpus, state.params, fingerprint, resumed)
-    loader.corpus.references = reference.values
-    return {"reference": reference.weights}
-
-
-def _flush(telemetry: Telemetry, loader: Loader) -> None:
-    """Reads the pending metrics. A run in which no step had a target token is stopped, not saved."""
-    telemetry.flush()
-    if telemetry.last and not telemetry.has_targets:
-        reason = "; ".join(loader.corpus.summary()) or "the data has no target tokens"
-        raise UserError(f"no step had a token to train on: {reason}; change data.on_invalid or data.on_overlong")
+def _checkpoints(job: _Job) -> Checkpoints:
+    section = job.cfg.checkpoint
+    return Checkpoints(job.checkpoint_path, section.every, section.keep, section.keep_best)
 
 
 def _progress(built: Program, step: int, seconds: float) -> Progress:

@@ -19,7 +19,7 @@ import jax
 from jaxmem.checkpoint.metrics import finite_or_null, parse_row
 from jaxmem.config import Config
 from jaxmem.errors import UserError
-from jaxmem.machine.files import write_file
+from jaxmem.machine.files import atomic_file, write_file
 from jaxmem.typing import JsonView
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
@@ -52,9 +52,10 @@ class Trackers(AbstractContextManager["Trackers"]):
         self.seconds = seconds
 
     def log(self, step: int, values: JsonView) -> None:
-        numbers = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
+        plain = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
+        numbers = {name: x if isinstance(x, int) else float(x) for name, x in plain.items()}
         for tracker in self._trackers:
-            tracker.log(step, {name: x if isinstance(x, int) else float(x) for name, x in numbers.items()})
+            tracker.log(step, numbers)
 
     def __exit__(self, *_: object) -> None:
         for tracker in self._trackers:
@@ -155,12 +156,14 @@ def _drop_after(path: Path, step: int) -> float:
     seconds = 0.0
     if not path.exists():
         return seconds
-    partial = path.with_name(f"{path.name}.partial")
-    with path.open(encoding="utf-8", errors="replace") as old, partial.open("w", encoding="utf-8") as new:
+    with (
+        atomic_file(path) as kept,
+        path.open(encoding="utf-8", errors="replace") as old,
+        kept.open("w", encoding="utf-8") as new,
+    ):
         for line in old:
             row = parse_row(line)
             if row is not None and row["step"] <= step:
                 new.write(line if line.endswith("\n") else f"{line}\n")
                 seconds = row.get("seconds") or seconds
-    partial.replace(path)
     return seconds

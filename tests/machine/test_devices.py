@@ -104,9 +104,6 @@ def test_cards_without_nvlink_are_other_gpus(kind: str, gib: int, gpu: str) -> N
 def test_what_is_compiled_for_accelerators_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told = {}
     monkeypatch.setattr(jax.config, "update", told.__setitem__)
-    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    devices.cache_compiled_programs(tmp_path)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     devices.cache_compiled_programs(tmp_path)  # the tests' own place was given by JAX_COMPILATION_CACHE_DIR, and stays
     assert told == {}
     monkeypatch.setattr(type(jax.config), "jax_compilation_cache_dir", None, raising=False)

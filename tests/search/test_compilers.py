@@ -44,10 +44,6 @@ def test_cache_keys_depend_on_content() -> None:
         worker.config_key("step", cfg, dataclasses.replace(parse_target("h100-80gb:2"), per_host=1), None),
     ]
     assert len({name, *others}) == 1 + len(others)
-    gpus = parse_target("h100-80gb:2")
-    programs = [worker.program_key(text, gpus, limit) for text in ("a", "b") for limit in (1 << 30, 2 << 30)]
-    assert len(set(programs)) == 4, "XLA reduces the memory of a program to the limit"
-    assert worker.program_key("a", TWO, 1 << 30) == worker.program_key("a", TWO, 2 << 30)
 
 
 def test_cache_keys_depend_on_the_sources_versions_and_flags(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,13 +184,6 @@ def test_what_a_script_registers_is_compiled_in_its_process(monkeypatch: pytest.
         with pytest.raises(RefusedError, match="asked here"):
             compilers.step(config(optimizer={"name": "mine"}))
         assert compilers._started == []
-
-
-def test_a_config_that_a_compiler_process_does_not_know_is_refused() -> None:
-    answers = io.StringIO()
-    unknown = {**config().model_dump(mode="json"), "optimizer": {"name": "mine"}}
-    serve([json.dumps({"question": "step", "config": unknown})], answers, TWO)
-    assert "mine" in json.loads(answers.getvalue())["refused"]
 
 
 def test_a_comparison_of_methods_has_no_settings_of_one_method() -> None:

@@ -1,11 +1,13 @@
 """The largest value that fits: exact, and both of its bounds compiled."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import optax
 import pytest
 
+from jaxmem.cli import main
 from jaxmem.config import Config, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.config.methods import config_with
@@ -192,3 +194,20 @@ def test_a_config_that_a_kernel_does_not_support_is_not_the_smallest(monkeypatch
         assert candidate.refusal is None
         with pytest.raises(UserError, match=r"model\.layers=1 is not valid .* the kernel does not support it"):
             largest._Search(config(memory={"remat": "full"}), "model.layers", [], compilers).run()
+
+
+def test_the_command_writes_the_config_of_the_largest_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = tmp_path / "given.yaml"
+    best = tmp_path / "best.yaml"
+    cfg = config(memory={"remat": "full"})
+    given.write_text(json.dumps(cfg.model_dump(mode="json")))
+    target = with_memory("h100-80gb:8", estimate_once(for_devices(cfg, 8), with_memory("h100-80gb:8", 0)).total)
+    monkeypatch.setattr(largest, "compile_target", lambda _: target)
+    monkeypatch.setattr(largest, "CompilerPool", lambda aim, *_: FakeCompilers(aim))
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", str(given), "--target", "h100-80gb:8", "--maximize", "model.layers", "--write", str(best)])
+    assert ended.value.code == 0
+    assert f"wrote {best}; next: jaxmem train {best}" in capsys.readouterr().err
+    assert load_config(best).model.layers == cfg.model.layers
