@@ -64,14 +64,10 @@ class ExpertLinear(Linear):
     def frozen(self, dtype: DTypeLike) -> Tree:
         """The weight, if it has no gradient; quantized weights are not dequantized."""
         weight = self.weight.get_value()
-        value = frozen_of(weight)
-        if value is None:
-            if not isinstance(weight, QTensor):
-                return {}
-            value = weight
-        if not isinstance(value, QTensor):
-            return {"weight": fetch(self.weight, dtype)}
-        return {"weight": gather_quantized(value, axes_of(self.weight, 3))}
+        value = weight if isinstance(weight, QTensor) else frozen_of(weight)
+        if isinstance(value, QTensor):
+            return {"weight": gather_quantized(value, axes_of(self.weight, 3))}
+        return {} if value is None else {"weight": fetch(self.weight, dtype)}
 
     def trainable(self, dtype: DTypeLike) -> Tree:
         """The weight, if it has a gradient; the bias, including that of the adapter, in float32; and the weights of the
@@ -96,8 +92,12 @@ class ExpertLinear(Linear):
     def axes(self) -> dict[str, Axes]:
         """The logical axes of the arrays of `frozen` and `trainable`."""
         expert, first, last = axes_of(self.weight, 3)
-        low_rank: dict[str, Axes] = {"a": (expert, first, None), "b": (expert, None, last), "bias": (expert, last)}
-        return {"weight": (expert, first, last), **low_rank}
+        return {
+            "weight": (expert, first, last),
+            "a": (expert, first, None),
+            "b": (expert, None, last),
+            "bias": (expert, last),
+        }
 
 
 class Experts(nnx.Module):
