@@ -77,15 +77,16 @@ class ExpertLinear(Linear):
         if self.lora is None:
             return arrays
         count = self.weight.get_value().shape[0]
-        params = {name: getattr(self.lora, name) for name in ("a", "b", "bias")}
-        for name, param in params.items():
-            if param is not None:
-                param_dtype = jnp.float32 if name == "bias" else dtype
-                array = fetch(param, param_dtype)
-                array = array if name == "a" else array * self.lora.scale_in(param_dtype)
-                is_shared = "expert" not in param.get_metadata()["axes"]
-                array = jnp.broadcast_to(array, (count, *array.shape)) if is_shared else array
-                arrays[name] = arrays[name] + array if name in arrays else array
+        for name in ("a", "b", "bias"):
+            param = getattr(self.lora, name)
+            if param is None:
+                continue
+            array = fetch(param, jnp.float32 if name == "bias" else dtype)
+            if name != "a":
+                array = array * self.lora.scale_in(array.dtype)
+            if "expert" not in param.get_metadata()["axes"]:
+                array = jnp.broadcast_to(array, (count, *array.shape))
+            arrays[name] = arrays[name] + array if name in arrays else array
         return arrays
 
     @property
