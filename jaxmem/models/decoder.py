@@ -52,14 +52,6 @@ class _SharedInputs(NamedTuple):
         return Tokens(chosen, self.segment_ids, has_window)
 
 
-class LayerGroup(nnx.Module):
-    """One repetition of a pattern of layers, such as a dense and an expert layer; a stack treats it as one layer."""
-
-    def __init__(self, blocks: dict[str, Block]):
-        for name, block in blocks.items():
-            setattr(self, name, block)
-
-
 class Decoder(Network):
     """A transformer with causal attention, gated MLPs or experts, and rotary positions.
 
@@ -90,9 +82,10 @@ class Decoder(Network):
         return {f"blocks{stack_name(range(stacks[0].start, stacks[-1].stop))}": stacks for stacks in groups}
 
     def _layers(self, stacks: tuple[range, ...], rngs: nnx.Rngs) -> nnx.Module:
-        """One layer of a stack, or, for a group of stacks, one layer of each."""
+        """One layer of a stack, or, for a group of stacks, one repetition of the pattern of their layers, such as a
+        dense and an expert layer, which is treated as one layer."""
         blocks = {stack_name(layers): self._block(rngs, self.cfg.has_experts[layers[0]]) for layers in stacks}
-        return LayerGroup(blocks) if len(blocks) > 1 else blocks.popitem()[1]
+        return nnx.Dict(blocks) if len(blocks) > 1 else blocks.popitem()[1]
 
     def _block(self, rngs: nnx.Rngs, has_experts: bool) -> Block:
         cfg = self.cfg
