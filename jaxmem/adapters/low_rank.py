@@ -60,16 +60,8 @@ class Lora(nnx.Module):
         cfg: Adapter,
         order: Sequence[int] | None = None,
     ):
-        """Initializes the adapters of a layer or of a stack of layers.
-
-        Args:
-            rngs: Draws A; B is zero.
-            base: The layer that is adapted.
-            layers: The adapter of each layer of a stack, or of a single layer.
-            cfg: The config's section.
-            order: The number of the layer at each position of a stack, where numbers beyond `layers` are identity
-                layers; None: layers are in order.
-        """
+        """`layers`: the adapter of each layer of a stack, or of a single layer. `order`: the number of the layer at
+        each position of a stack, where numbers beyond `layers` are identity layers; None: layers are in order."""
         *stack, inputs, outputs = base.weight.get_value().shape  # layers, and experts
         axes: Axes = base.weight.get_metadata()["axes"]
         stacked = axes[: len(stack)]
@@ -87,18 +79,20 @@ class Lora(nnx.Module):
         if stack and order is not None:
             a = a[np.asarray(order)]
             b = b[np.asarray(order)]
-        layers_of_stack = (
-            [layers[i] if i < len(layers) else None for i in (order or range(stack[0]))] if stack else layers
-        )
-        shared = layers[0] if len(set(layers)) == 1 else None  # the settings, if all layers have the same
-        is_uniform = shared is not None
-        if not is_uniform:
-            ranks = np.array([layer.rank if layer else 0 for layer in layers_of_stack])
-            kept = np.arange(rank) < ranks.reshape(-1, *[1] * (a.ndim - 1))
-            a = jnp.where(kept, a, jnp.zeros((), a.dtype))
-        self.scale = 1.0 if shared is None else shared.scale
-        scales = jnp.array([layer.scale if layer else 0.0 for layer in layers_of_stack], jnp.float32)
-        self.layer_scale = None if is_uniform else nnx.Param(scales, axes=stacked[:1])
+        scale = 1.0
+        layer_scale = None
+        if layers[0] is not None and len(set(layers)) == 1:
+            scale = layers[0].scale
+        else:
+            numbers = range(stack[0]) if order is None else order
+            layers = [layers[i] if i < len(layers) else None for i in numbers]
+            ranks = np.array([layer.rank if layer else 0 for layer in layers])
+            has_rank = np.arange(rank) < ranks.reshape(-1, *[1] * (a.ndim - 1))
+            a = jnp.where(has_rank, a, jnp.zeros((), a.dtype))
+            scales = jnp.array([layer.scale if layer else 0.0 for layer in layers], jnp.float32)
+            layer_scale = nnx.Param(scales, axes=stacked[:1])
+        self.scale = scale
+        self.layer_scale = layer_scale
         self.dropout = cfg.dropout
         inputs_axis, outputs_axis = (
             axis and replace(axis if isinstance(axis, Axis) else Axis(axis), like_storage=True)

@@ -17,16 +17,13 @@ from jaxtyping import Array, Float, Int
 from jaxmem.errors import UserError
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.embedding import take_rows
-from jaxmem.models.layers import fetch
+from jaxmem.models.layers import Features, Ids, fetch
 from jaxmem.models.linear import Linear
 from jaxmem.models.network import Network
 from jaxmem.sharding.weights import store_new
 from jaxmem.typing import Tree
 
 NAMES = ("lora", "prompt")  # the attributes of modules that contain adapters
-
-Ids = Int[Array, "batch time"]
-Embedded = Float[Array, "batch time embed"]
 
 
 class Prompt(nnx.Module):
@@ -41,7 +38,7 @@ class Prompt(nnx.Module):
     def tokens(self) -> Int[Array, "length"]:
         return jnp.arange(self.vocab, self.vocab + self.length, dtype=jnp.int32)
 
-    def __call__(self, ids: Ids, x: Embedded, dtype: DTypeLike) -> Embedded:
+    def __call__(self, ids: Ids, x: Features, dtype: DTypeLike) -> Features:
         """The embeddings `x` of all tokens, with the embeddings of the prompt at its tokens."""
         rows = jnp.clip(ids - self.vocab, 0, self.length - 1)
         prompt = take_rows(fetch(self.weight, jnp.float32), rows, dtype)

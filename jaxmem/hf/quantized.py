@@ -22,7 +22,7 @@ from jaxmem.errors import UserError
 from jaxmem.hf.tensors import DTYPES, TensorEntry, Tensors
 from jaxmem.kernels.codes import FP4, NF4, dynamic_code
 from jaxmem.quant import FORMATS, QTensor
-from jaxmem.quant.packing import pack
+from jaxmem.quant.formats import pack
 from jaxmem.typing import Tree
 
 Parts = dict[str, Any]  # the arrays of a matrix, by the end of their names

@@ -23,7 +23,7 @@ from jaxmem.models.linear import Linear, apply_linears
 from jaxmem.models.network import Execution
 from jaxmem.models.rope import Angles, rotate
 from jaxmem.sharding.arrays import constrain, map_devices
-from jaxmem.sharding.layout import Layout, current
+from jaxmem.sharding.layout import Layout, current, shard_count
 from jaxmem.sharding.table import Axes
 from jaxmem.stack.remat import saved_as
 from jaxmem.typing import Tree
@@ -140,7 +140,7 @@ class Attention(nnx.Module):
 
         inner = {**({} if norm is None else {"norm": norm}), **self._inner}
         heads = {"heads": self.spec.heads, "kv_heads": self.spec.kv_heads}
-        parts = self.head_shards
+        parts = shard_count("activations", "heads") * self._context_shards
         mixed = map_head_groups(attend, inner, x, groups, heads, parts)
         mixed = mixed.reshape(*mixed.shape[:-2], -1)
 
@@ -153,21 +153,14 @@ class Attention(nnx.Module):
     def group_count(self, x: Float[Array, "batch time embed"]) -> int:
         """The number of groups of heads (`memory.head_groups`)."""
         spec = self.spec
-        layout = current()
         if spec.joint_qk_norm:
             return 1
-        parts = 1 if layout is None else layout.parts("activations", "heads")
-        return self.execution.chunking.group_count(
-            x, spec.heads, spec.kv_heads, spec.head_dim, self.head_shards // parts
-        )
+        return self.execution.chunking.group_count(x, spec.heads, spec.kv_heads, spec.head_dim, self._context_shards)
 
     @property
-    def head_shards(self) -> int:
-        """The number of devices over which attention shards the heads."""
-        if (layout := current()) is None:
-            return 1
-        context = layout.parts("activations", "time") if self.execution.context_method == "ulysses" else 1
-        return layout.parts("activations", "heads") * context
+    def _context_shards(self) -> int:
+        """The number of devices along `context` over which attention shards the heads of each device."""
+        return shard_count("activations", "time") if self.execution.context_method == "ulysses" else 1
 
     @property
     def _inner(self) -> Modules:
@@ -186,11 +179,48 @@ class Attention(nnx.Module):
             self._split_heads(v, "kv_heads"),
         )
 
-    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens, sinks: jax.Array | None) -> jax.Array:
-        k = repeat_kv_heads(k)
-        v = repeat_kv_heads(v)
-        mixed = sharded_attention(q, k, v, tokens, self.spec, self.execution, sinks)
-        return mixed[..., : self.spec.values]
+    def _attend(
+        self,
+        q: Float[Array, "batch time heads dim"],
+        k: Float[Array, "batch time kv_heads dim"],
+        v: Float[Array, "batch time kv_heads dim"],
+        tokens: Tokens,
+        sinks: Float[Array, " heads"] | None,
+    ) -> Float[Array, "batch time heads values"]:
+        """`kernels.attention` of arrays sharded over batch, heads and sequence."""
+        spec = self.spec
+        execution = self.execution
+        layout = current()
+        segment_ids = tokens.segment_ids
+        if execution.attention == "cudnn" and spec.causal and not execution.packed:
+            segment_ids = None  # padding is last, so a causal mask hides it from the tokens that have a loss
+        over = () if layout is None else layout.over("activations", "time")
+
+        @purpose("attention")
+        def local(q: jax.Array, k: jax.Array, v: jax.Array, ids: Any, has_window: Any, sinks: Any) -> jax.Array:
+            options = {"implementation": execution.attention, "segment_ids": ids, "sinks": sinks}
+            options |= spec.options(has_window) | {"max_segments": execution.max_segments}
+            if not over:
+                return kernels.attention(q, k, v, causal=spec.causal, kv_segment_ids=ids, **options)
+            from jaxmem.kernels.fused_attention.context import attention_over
+
+            return attention_over(over[0], execution.context_method, q, k, v, **options)
+
+        arrays = q, repeat_kv_heads(k), repeat_kv_heads(v), segment_ids, tokens.has_window, sinks
+        if layout is not None and (over or execution.attention in PER_DEVICE):
+            heads = layout.spec("activations", HEADS)
+            rows = layout.spec("activations", ("batch", "time"))
+            array_specs = (
+                heads,
+                heads,
+                heads,
+                rows,
+                layout.spec("activations", ()),
+                layout.spec("activations", ("heads",)),
+            )
+            specs = tuple(None if x is None else spec for x, spec in zip(arrays, array_specs, strict=True))
+            local = map_devices(local, specs, heads)
+        return local(*arrays)[..., : spec.values]
 
     def _split_heads(
         self,
@@ -209,50 +239,13 @@ class Attention(nnx.Module):
         return constrain(x, "batch", "time", axis, "head_dim")
 
 
-def sharded_attention(
-    q: Float[Array, "batch time heads dim"],
-    k: Float[Array, "batch time kv_heads dim"],
-    v: Float[Array, "batch time kv_heads dim"],
-    tokens: Tokens,
-    spec: AttentionSpec,
-    execution: Execution,
-    sinks: Float[Array, " heads"] | None = None,
-) -> Float[Array, "batch time heads dim"]:
-    """`kernels.attention` of arrays sharded over batch, heads and sequence."""
-    layout = current()
-    segment_ids = tokens.segment_ids
-    if execution.attention == "cudnn" and spec.causal and not execution.packed:
-        segment_ids = None  # padding is last, so a causal mask hides it from the tokens that have a loss
-    over = () if layout is None else layout.over("activations", "time")
-
-    @purpose("attention")
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, ids: Any, has_window: Any, sinks: Any) -> jax.Array:
-        options = {"implementation": execution.attention, "segment_ids": ids, "sinks": sinks}
-        options |= spec.options(has_window) | {"max_segments": execution.max_segments}
-        if not over:
-            return kernels.attention(q, k, v, causal=spec.causal, kv_segment_ids=ids, **options)
-        from jaxmem.kernels.fused_attention.context import attention_over
-
-        return attention_over(over[0], execution.context_method, q, k, v, **options)
-
-    arrays = q, k, v, segment_ids, tokens.has_window, sinks
-    if layout is None or (not over and execution.attention not in PER_DEVICE):
-        return local(*arrays)
-    heads = layout.spec("activations", HEADS)
-    rows = layout.spec("activations", ("batch", "time"))
-    array_specs = heads, heads, heads, rows, layout.spec("activations", ()), layout.spec("activations", ("heads",))
-    specs = tuple(None if x is None else spec for x, spec in zip(arrays, array_specs, strict=True))
-    return map_devices(local, specs, heads)(*arrays)
-
-
 def _sinks(modules: Modules) -> Float[Array, " heads"] | None:
     return fetch(modules["sinks"], jnp.float32) if "sinks" in modules else None
 
 
 def repeat_kv_heads(x: Float[Array, "batch time kv_heads dim"]) -> Float[Array, "batch time more dim"]:
     """Repeats KV heads if their number is not divisible by `tensor`: each device has the KV heads of its queries."""
-    layout = current()
-    parts = 1 if layout is None else layout.parts("activations", "heads")
+    parts = shard_count("activations", "heads")
     if x.shape[2] % parts == 0:
         return x
     return constrain(jnp.repeat(x, parts // math.gcd(parts, x.shape[2]), axis=2), *HEADS)

@@ -4,6 +4,7 @@ With `mesh.tensor`, activations between attention and MLP are sharded over the s
 Korthikanti et al., arXiv:2205.05198): an all-gather before their first matmuls, a reduce-scatter after the last.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,14 +22,6 @@ from jaxmem.sharding.layout import current
 from jaxmem.stack.remat import recompute_from_inputs, saved_as
 
 
-def _silu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate) * up
-
-
-def _gelu_tanh(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.gelu(gate, approximate=True) * up
-
-
 def _swiglu_clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
     """SwiGLU as in gpt-oss: clamped at 7, a steeper sigmoid, and a hidden unit of 1 for up = 0."""
     gate = jnp.minimum(gate, 7.0)
@@ -36,7 +29,12 @@ def _swiglu_clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
     return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1.0)
 
 
-GATES = {"silu": _silu, "gelu_tanh": _gelu_tanh, "swiglu_clamped": _swiglu_clamped}
+# (gate, up) -> hidden units
+GATES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "silu": lambda gate, up: jax.nn.silu(gate) * up,
+    "gelu_tanh": lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
+    "swiglu_clamped": _swiglu_clamped,
+}
 
 
 class GatedMlp(nnx.Module):

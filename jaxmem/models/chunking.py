@@ -23,8 +23,8 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from jaxmem.config.mesh import head_group_counts
+from jaxmem.models.layers import fetch
 from jaxmem.sharding.arrays import shard_first_dim, sum_over_shards
-from jaxmem.sharding.gathering import gather
 from jaxmem.sharding.layout import current, shard_axes, shard_count
 from jaxmem.sharding.table import axis_name
 from jaxmem.sharding.weights import GatheredWeight
@@ -68,14 +68,8 @@ class Chunking:
         return chunk if chunk is not None and chunk < time else None
 
     def group_count(self, x: Array, heads: int, kv_heads: int, head_dim: int, context: int = 1) -> int:
-        """The number of groups of heads.
-
-        Args:
-            x: [batch, time, embed].
-            heads: Query heads of the model.
-            kv_heads: Key and value heads of the model.
-            head_dim: The width of a head.
-            context: The number of devices that shard each group.
+        """The number of groups of heads, for x [batch, time, embed] and a model with these query heads, and key and
+        value heads, of width `head_dim`. `context`: the number of devices that shard each group.
 
         >>> Chunking(head_groups="auto").group_count(jax.ShapeDtypeStruct((1, 2**19, 4096), jnp.bfloat16), 32, 8, 128)
         8
@@ -123,14 +117,11 @@ def map_token_chunks(
 def gather_weights(modules: Tree, dtype: DTypeLike) -> tuple[Tree, Tree]:
     """A module's graph definition and its gathered weights: matrices in `dtype`, vectors in float32."""
     graphdef, state = nnx.split(modules)
-
-    def fetch(param: nnx.Variable) -> jax.Array:
-        value = param.get_value()
-        axes = param.get_metadata()["axes"]
-        return gather(value, axes[len(axes) - value.ndim :], dtype if value.ndim > 1 else jnp.float32)
-
-    ready = {path: fetch(param) for path, param in nnx.to_flat_state(state)}
-    return graphdef, nnx.traversals.unflatten_mapping(ready)
+    gathered = {
+        path: fetch(param, dtype if param.get_value().ndim > 1 else jnp.float32)
+        for path, param in nnx.to_flat_state(state)
+    }
+    return graphdef, nnx.traversals.unflatten_mapping(gathered)
 
 
 @dataclass(frozen=True)
@@ -182,12 +173,12 @@ class _Chunks:
 def _map_chunks(chunks: _Chunks, weights: Tree, x: Tree, others: Tree) -> Tree:
     inputs = jax.tree.map(chunks.split, (x, others))
 
-    def step(done: Tree, j: jax.Array) -> tuple[Tree, None]:
-        return chunks.write(done, j, chunks.run(weights, *chunks.read(inputs, j))), None
+    def step(y: Tree, j: jax.Array) -> tuple[Tree, None]:
+        return chunks.write(y, j, chunks.run(weights, *chunks.read(inputs, j))), None
 
     shape = jax.eval_shape(lambda: chunks.run(weights, *chunks.read(inputs, jnp.int32(0))))
-    done, _ = jax.lax.scan(step, chunks.zeros(shape), jnp.arange(chunks.count, dtype=jnp.int32))
-    return jax.tree.map(chunks.join, done)
+    y, _ = jax.lax.scan(step, chunks.zeros(shape), jnp.arange(chunks.count, dtype=jnp.int32))
+    return jax.tree.map(chunks.join, y)
 
 
 def _map_chunks_backward(chunks: _Chunks, saved: tuple[Tree, Tree, Tree], g: Tree) -> tuple[Tree, Tree, None]:

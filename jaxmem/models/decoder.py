@@ -29,7 +29,7 @@ from jaxmem.models.network import (
     Part,
     run_parts,
 )
-from jaxmem.models.rope import Angles, angles, document_lengths, select
+from jaxmem.models.rope import Angles, angles, document_lengths
 from jaxmem.sharding.arrays import constrain
 from jaxmem.sharding.layout import current
 from jaxmem.sharding.trees import Path
@@ -48,16 +48,8 @@ class _SharedInputs(NamedTuple):
     def of_layer(self, has_window: Bool[Array, ""] | None) -> Tokens:
         chosen = self.angles
         if has_window is not None and self.sliding is not None:
-            chosen = select(has_window, self.sliding, self.angles)
+            chosen = jax.tree.map(lambda sliding, full: jnp.where(has_window, sliding, full), self.sliding, self.angles)
         return Tokens(chosen, self.segment_ids, has_window)
-
-
-class LayerGroup(nnx.Module):
-    """One repetition of a pattern of layers, such as a dense and an expert layer; a stack treats it as one layer."""
-
-    def __init__(self, blocks: dict[str, Block]):
-        for name, block in blocks.items():
-            setattr(self, name, block)
 
 
 class Decoder(Network):
@@ -90,9 +82,10 @@ class Decoder(Network):
         return {f"blocks{stack_name(range(stacks[0].start, stacks[-1].stop))}": stacks for stacks in groups}
 
     def _layers(self, stacks: tuple[range, ...], rngs: nnx.Rngs) -> nnx.Module:
-        """One layer of a stack, or, for a group of stacks, one layer of each."""
+        """One layer of a stack, or, for a group of stacks, one repetition of the pattern of their layers, such as a
+        dense and an expert layer, which is treated as one layer."""
         blocks = {stack_name(layers): self._block(rngs, self.cfg.has_experts[layers[0]]) for layers in stacks}
-        return LayerGroup(blocks) if len(blocks) > 1 else blocks.popitem()[1]
+        return nnx.Dict(blocks) if len(blocks) > 1 else blocks.popitem()[1]
 
     def _block(self, rngs: nnx.Rngs, has_experts: bool) -> Block:
         cfg = self.cfg
@@ -295,15 +288,15 @@ class Decoder(Network):
         x = x[:, -1:] if last is None else jax.lax.dynamic_slice_in_dim(x, last, 1, axis=1)
         return self.logits(self.norm(x))[:, 0], cache
 
-    def _lookup(self, tokens: Ids) -> MatrixPart:
+    def _lookup(self, tokens: Ids) -> Part:
         """The lookup of the embeddings of tokens. Tokens of a prompt, which are not in the vocabulary, are replaced."""
         ids = tokens if self.prompt is None else jnp.minimum(tokens, self.cfg.vocab - 1)
-        dtype = self.execution.dtype
-        return MatrixPart(
-            lambda network, flow: flow._replace(x=network.embedding(ids, dtype)),
-            ("embedding", "weight"),
-            lambda network, _: network.embedding.separate(ids, dtype),
-        )
+
+        def run(network: Decoder, flow: Flow) -> Flow:
+            return flow._replace(x=network.embedding(ids, self.execution.dtype))
+
+        # An adapter adds to the rows, and may use the matrix too.
+        return MatrixPart(run, ("embedding", "weight")) if self.embedding.lora is None else Part(run)
 
     def _after_lookup(self, tokens: Ids, x: Features) -> Features:
         """The input of the first layer, from the embeddings of tokens."""

@@ -64,14 +64,10 @@ class ExpertLinear(Linear):
     def frozen(self, dtype: DTypeLike) -> Tree:
         """The weight, if it has no gradient; quantized weights are not dequantized."""
         weight = self.weight.get_value()
-        value = frozen_of(weight)
-        if value is None:
-            if not isinstance(weight, QTensor):
-                return {}
-            value = weight
-        if not isinstance(value, QTensor):
-            return {"weight": fetch(self.weight, dtype)}
-        return {"weight": gather_quantized(value, axes_of(self.weight, 3))}
+        value = weight if isinstance(weight, QTensor) else frozen_of(weight)
+        if isinstance(value, QTensor):
+            return {"weight": gather_quantized(value, axes_of(self.weight, 3))}
+        return {} if value is None else {"weight": fetch(self.weight, dtype)}
 
     def trainable(self, dtype: DTypeLike) -> Tree:
         """The weight, if it has a gradient; the bias, including that of the adapter, in float32; and the weights of the
@@ -81,23 +77,28 @@ class ExpertLinear(Linear):
         if self.lora is None:
             return arrays
         count = self.weight.get_value().shape[0]
-        params = {name: getattr(self.lora, name) for name in ("a", "b", "bias")}
-        for name, param in params.items():
-            if param is not None:
-                param_dtype = jnp.float32 if name == "bias" else dtype
-                array = fetch(param, param_dtype)
-                array = array if name == "a" else array * self.lora.scale_in(param_dtype)
-                is_shared = "expert" not in param.get_metadata()["axes"]
-                array = jnp.broadcast_to(array, (count, *array.shape)) if is_shared else array
-                arrays[name] = arrays[name] + array if name in arrays else array
+        for name in ("a", "b", "bias"):
+            param = getattr(self.lora, name)
+            if param is None:
+                continue
+            array = fetch(param, jnp.float32 if name == "bias" else dtype)
+            if name != "a":
+                array = array * self.lora.scale_in(array.dtype)
+            if "expert" not in param.get_metadata()["axes"]:
+                array = jnp.broadcast_to(array, (count, *array.shape))
+            arrays[name] = arrays[name] + array if name in arrays else array
         return arrays
 
     @property
     def axes(self) -> dict[str, Axes]:
         """The logical axes of the arrays of `frozen` and `trainable`."""
         expert, first, last = axes_of(self.weight, 3)
-        low_rank: dict[str, Axes] = {"a": (expert, first, None), "b": (expert, None, last), "bias": (expert, last)}
-        return {"weight": (expert, first, last), **low_rank}
+        return {
+            "weight": (expert, first, last),
+            "a": (expert, first, None),
+            "b": (expert, None, last),
+            "bias": (expert, last),
+        }
 
 
 class Experts(nnx.Module):

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxmem.config.base import Scaling
 from jaxmem.config.recompute import MATMUL
+from jaxmem.models import fp8
 from jaxmem.models.layers import Keys, add_bias, axes_of, fetch, new_constant, new_weight
 from jaxmem.quant import QTensor
 from jaxmem.sharding.gathering import gather, gather_encoded, gather_with_input
@@ -31,19 +32,17 @@ class Linear(nnx.Module):
         self.lora: Any = nnx.data(None)  # an adapter of jaxmem.adapters
 
     def __call__(
-        self, x: Float[Array, "*batch inputs"], keys: Keys | None = None, rounded_x: Any = None
+        self, x: Float[Array, "*batch inputs"], keys: Keys | None = None, rounded_x: fp8.Rounded | None = None
     ) -> Float[Array, "*batch outputs"]:
-        """`keys`, for the first dimensions of x, enable the dropout of an adapter. `rounded_x`: x as a `fp8.Rounded`,
-        if other layers use it too."""
-        frozen = self._frozen_quantized
+        """`keys`, for the first dimensions of x, enable the dropout of an adapter. `rounded_x`: x, rounded, if other
+        layers use it too."""
         stored = self.weight.get_value()
+        frozen = frozen_of(stored)
         axes = axes_of(self.weight, 2)
         w = None  # in the dtype of x
-        if frozen is not None:
+        if isinstance(frozen, QTensor):
             y = dequantizing_matmul(x, frozen, axes, self.scaling)
         elif self.scaling == "tensor":
-            from jaxmem.models import fp8
-
             operand, rounded_w = gather_encoded(x, stored, axes, x.dtype, fp8.round_values)
             y = matmul(operand, rounded_w, self.scaling, rounded_x)
         else:
@@ -54,23 +53,14 @@ class Linear(nnx.Module):
             y = self.lora(x, y, partial(fetch, self.weight, x.dtype) if w is None else lambda: w, keys)
         return y if self.bias is None else add_bias(y, fetch(self.bias, jnp.float32))
 
-    @property
-    def _frozen_quantized(self) -> QTensor | None:
-        """The weight if it is quantized and has no gradient; otherwise None."""
-        frozen = frozen_of(self.weight.get_value())
-        return frozen if isinstance(frozen, QTensor) else None
-
 
 def apply_linears(
     x: Float[Array, "*batch inputs"], layers: Sequence[Linear], keys: Sequence[Keys | None]
 ) -> list[Float[Array, "*batch outputs"]]:
     """The outputs of several layers, each with its keys. In FP8 with one scale per tensor, x is rounded once, and saved
     once for the backward passes of all."""
-    rounded_x = None
-    if all(layer.scaling == "tensor" for layer in layers):
-        from jaxmem.models import fp8
-
-        rounded_x = fp8.round_values(jax.lax.stop_gradient(x))
+    rounds_once = all(layer.scaling == "tensor" for layer in layers)
+    rounded_x = fp8.round_values(jax.lax.stop_gradient(x)) if rounds_once else None
     return [layer(x, layer_keys, rounded_x) for layer, layer_keys in zip(layers, keys, strict=True)]
 
 
@@ -79,31 +69,29 @@ def matmul(
     x: Float[Array, "*batch inputs"],
     w: Float[Array, "inputs outputs"] | StoredWeight,
     scaling: Scaling | None = None,
-    rounded_x: Any = None,
+    rounded_x: fp8.Rounded | None = None,
     axes: Axes | None = None,
 ) -> Float[Array, "*batch outputs"]:
     """x @ w, with the weight gradient computed in the order of the weight. jax would compute the transposed gradient
     and transpose it, which copies activations on CPUs (a quarter of the time of a step). A stored weight is one that is
-    rounded already, and the array that receives its gradient. `rounded_x`: x as a `fp8.Rounded`. `axes`: the logical
-    axes of w, if x is sharded."""
+    rounded already, and the array that receives its gradient. `axes`: the logical axes of w, if x is sharded."""
     operand: Any = stored_of(w)
     if scaling is None:
         return x @ operand
-    from jaxmem.models import fp8
-
     return fp8.product(x if rounded_x is None else rounded_x, operand, scaling, x.dtype, axes)
 
 
 def _matmul_forward(
-    x: jax.Array, w: jax.Array | StoredWeight, scaling: Scaling | None, rounded_x: Any, axes: Axes | None
+    x: jax.Array,
+    w: jax.Array | StoredWeight,
+    scaling: Scaling | None,
+    rounded_x: fp8.Rounded | None,
+    axes: Axes | None,
 ) -> tuple[jax.Array, Any]:
     """With one scale per operand, the rounded operands are saved for the backward pass."""
-    saved_x: Any = x
-    if scaling == "tensor":
-        from jaxmem.models import fp8
-
-        saved_x = rounded_x = fp8.round_values(x) if rounded_x is None else rounded_x
-    return matmul(x, w, scaling, rounded_x, axes), (saved_x, w)
+    if scaling == "tensor" and rounded_x is None:
+        rounded_x = fp8.round_values(x)
+    return matmul(x, w, scaling, rounded_x, axes), (x if rounded_x is None else rounded_x, w)
 
 
 def _matmul_backward(
@@ -111,25 +99,16 @@ def _matmul_backward(
 ) -> tuple[jax.Array, Any, None]:
     x, w = saved
     of_x = _input_gradient(g, stored_of(w), scaling, axes)
-    of_w = _weight_gradient(x, g, scaling, axes)
+    if scaling is None:
+        rows = tuple(range(x.ndim - 1))
+        of_w = jax.lax.dot_general(x, g, ((rows, rows), ((), ())))
+    else:
+        of_w = fp8.weight_gradient(x, g, scaling, axes)
     return of_x, StoredWeight(None, of_w) if isinstance(w, StoredWeight) else of_w, None  # type: ignore[arg-type]
 
 
 def _input_gradient(g: jax.Array, w: Any, scaling: Scaling | None, axes: Axes | None) -> jax.Array:
-    if scaling is None:
-        return g @ w.T
-    from jaxmem.models import fp8
-
-    return fp8.input_gradient(g, w, scaling, axes)
-
-
-def _weight_gradient(x: Any, g: jax.Array, scaling: Scaling | None, axes: Axes | None) -> jax.Array:
-    if scaling is None:
-        rows = tuple(range(x.ndim - 1))
-        return jax.lax.dot_general(x, g, ((rows, rows), ((), ())))
-    from jaxmem.models import fp8
-
-    return fp8.weight_gradient(x, g, scaling, axes)
+    return g @ w.T if scaling is None else fp8.input_gradient(g, w, scaling, axes)
 
 
 matmul.defvjp(_matmul_forward, _matmul_backward)

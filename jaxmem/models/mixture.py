@@ -38,7 +38,6 @@ from jaxmem.sharding.table import Axes
 from jaxmem.stack.remat import saved_as
 from jaxmem.typing import Tree
 
-Activate = Callable[[jax.Array, jax.Array], jax.Array]  # (gate, up) -> hidden units
 # Along `expert`, a device computes its choices in chunks of this multiple of the mean number of choices per device.
 MAX_LOAD_RATIO = 1.25
 
@@ -88,14 +87,22 @@ class Mixture:
         rows = x.reshape(-1, x.shape[-1])
         inputs = trainable, frozen, rows, shares.reshape(-1)[groups.order], groups
         if self.implementation == "blockwise":
-            mlp = partial(_gated_mlp, GATES[self.activation], self.parts, self.scalings)
-            y = map_groups(mlp, *inputs, parts=self.experts).astype(x.dtype)
+            y = map_groups(self._gated_mlp, *inputs, parts=self.experts).astype(x.dtype)
         elif self.experts == 1:
             y = sum_of_groups(self._fused(True, *inputs), groups, rows.shape[0])
         else:
             chunk = math.ceil(MAX_LOAD_RATIO * choices.size / self.experts)
             y = map_chunks(partial(self._fused, False), chunk, *inputs)
         return y.reshape(x.shape)
+
+    def _gated_mlp(self, trainable: Tree, frozen: Tree, x: jax.Array, shares: jax.Array) -> Float[Array, "rows embed"]:
+        """The MLP of one expert, or of a shard of its hidden units."""
+        weights = {name: trainable[name] | frozen[name] for name in trainable}
+        of_gate, of_up, of_down = self.scalings
+        gate = _linear(weights["gate"], x, of_gate)
+        up = _linear(weights["up"], x, of_up)
+        hidden = GATES[self.activation](gate, up)
+        return _linear(weights["down"], hidden, of_down, self.parts).astype(jnp.float32) * shares[:, None]
 
     def _fused(
         self, gathers: bool, trainable: Tree, frozen: Tree, x: jax.Array, shares: jax.Array, groups: Groups
@@ -171,22 +178,6 @@ def matrices(w: jax.Array | QTensor) -> Any:
     double_quant = isinstance(w.scale, QTensor)
     scale = QuantizedScales(w.scale.codes, w.scale.scale, w.scale.offset) if double_quant else w.scale
     return QuantizedMatrices(w.codes, scale, KERNEL_FORMATS[w.format], w.block_size, *w.shape[-2:])
-
-
-def _gated_mlp(
-    activate: Activate,
-    parts: int,
-    scalings: tuple[Scaling | None, ...],
-    trainable: Tree,
-    frozen: Tree,
-    x: jax.Array,
-    shares: jax.Array,
-) -> Float[Array, "rows embed"]:
-    """The MLP of one expert, or of one of `parts` shards of its hidden units."""
-    weights = {name: trainable[name] | frozen[name] for name in trainable}
-    gate, up, down = scalings
-    hidden = activate(_linear(weights["gate"], x, gate), _linear(weights["up"], x, up))
-    return _linear(weights["down"], hidden, down, parts).astype(jnp.float32) * shares[:, None]
 
 
 def _linear(arrays: Tree, x: jax.Array, scaling: Scaling | None, parts: int = 1) -> jax.Array:

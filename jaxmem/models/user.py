@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxmem.config.networks import SHARDED
 from jaxmem.config.user import AxesByPattern
 from jaxmem.errors import UserError, nearest
-from jaxmem.models.user_layers import Stack, dotted_name, flat_state, new_randomness, numbered, reseed, value_of
+from jaxmem.models.user_layers import Blocks, dotted_name, flat_state, new_randomness, numbered, reseed, value_of
 from jaxmem.sharding.gathering import gather
 from jaxmem.sharding.table import Axes, is_stacked
 from jaxmem.sharding.trees import Path
@@ -100,10 +100,10 @@ class FlaxModel:
         state = {path: variables.get(path, arrays[path]) for path in self.state}
         weights = {path: x for path, x in flat.items() if path not in state}
         stacks = [
-            Stack(
+            Blocks(
+                module,
                 path,
                 count,
-                module=module,
                 weights=self._within(path, weights),
                 axes=self._within(path, self.axes),
                 state=self._within(path, state),
@@ -128,7 +128,7 @@ class FlaxNetwork:
 
     module: Any
     _state: Mapping[Path, Any]
-    _stacks: Sequence[Stack]
+    _stacks: Sequence[Blocks]
     dtype: DTypeLike
 
     def prepared(self, keys: jax.Array | None) -> Tree:
@@ -139,8 +139,8 @@ class FlaxNetwork:
         else:
             self.module.train()
             reseed(self.module, keys)
-        for stack in self._stacks:
-            stack.replace(keys)
+        for blocks in self._stacks:
+            blocks.insert(keys)
         return self.module
 
     @property

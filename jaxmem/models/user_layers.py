@@ -46,7 +46,8 @@ def stack_lists(network: Any, patterns: Sequence[str]) -> dict[Path, int]:
             known = one_of(sorted(lists)) if lists else "no list of blocks of one class (nnx.List or nnx.Sequential)"
             raise UserError(f"layers={pattern} matches no list of blocks; the model has {known}")
     counts = {}
-    for path in [path for path in paths if not any(path[:depth] in paths for depth in range(len(path)))]:
+    outermost = [path for path in paths if not any(path[:depth] in paths for depth in range(len(path)))]
+    for path in outermost:
         blocks = list(_at(network, path))
         counts[tuple(map(str, path))] = len(blocks)
         setattr(_at(network, path[:-1]), str(path[-1]), _stacked(dotted_name(path), blocks))
@@ -93,33 +94,62 @@ def numbered(arrays: Mapping[Path, Any]) -> dict[tuple[str | int, ...], Any]:
     return {tuple(int(key) if key.isdigit() else key for key in path): x for path, x in arrays.items()}
 
 
-@dataclass(frozen=True)
-class Stack:
-    """A list of blocks of a module, stacked. Paths begin at a block."""
+@dataclass(eq=False, repr=False)
+class Blocks(Sequence[Any]):
+    """A stacked list of blocks of a module, as the script sees it in a pass over a batch. Paths of variables begin at a
+    block."""
 
-    path: Path
-    count: int
     module: Any
+    path: Path  # of the list
+    layers: int  # `count` is a method of a sequence
     weights: Mapping[Path, Any]  # weights as they are stored
     axes: Mapping[Path, Axes]
     state: Mapping[Path, Any]  # variables that the forward pass changes, and arrays
     options: StackOptions
     dtype: DTypeLike
+    keys: jax.Array | None = None  # of the rows
+
+    def __post_init__(self) -> None:
+        self.block = _at(self.module, self.path)
 
     @property
     def name(self) -> str:
         return dotted_name(self.path)
 
-    def replace(self, keys: jax.Array | None) -> None:
-        """Replaces the stacked block of the module by the list that the script sees."""
-        block = _at(self.module, self.path)
-        # Not by the `setattr` of a module, which refuses values that are neither variables nor static.
-        object.__setattr__(_at(self.module, self.path[:-1]), self.path[-1], Blocks(self, block, keys))
+    def error(self, text: str) -> UserError:
+        return UserError(f"layers={self.name}: {text}, or remove the argument layers")
 
-    def __call__(self, block: Tree, x: Tree, arguments: Tree, keys: jax.Array | None) -> Tree:
-        """The output of the last block. `arguments`: the other arguments of each block, (positional, named)."""
-        graphdef, randomness, _ = nnx.split(block, nnx.RngState, ...)  # type: ignore[misc]
-        leaves, tree = jax.tree.flatten(arguments, is_leaf=_is_rngs)
+    def insert(self, keys: jax.Array | None) -> None:
+        """Replaces the stacked block of the module by this list."""
+        self.keys = keys
+        # Not by the `setattr` of a module, which refuses values that are neither variables nor static.
+        object.__setattr__(_at(self.module, self.path[:-1]), self.path[-1], self)
+
+    def __len__(self) -> int:
+        return self.layers
+
+    def __getitem__(self, index: Tree) -> Tree:
+        return [_Block(self, i) for i in range(len(self))][index]
+
+    def call(self, index: int, x: Tree, arguments: Tree) -> Tree:
+        """The output of a block. `arguments`: its other arguments, (positional, named)."""
+        if index == 0:
+            result = self._apply(x, arguments)
+            (self.keys,) = fold_keys(self.keys, 1)  # another call of the list has other dropout masks
+        elif not isinstance(x, _Output) or x.blocks is not self or x.index != index - 1:
+            text = f"block {index} does not receive the output of block {index - 1}"
+            raise self.error(f"{text}; use a loop `for block in self.{self.name}: x = block(x)`")
+        elif not _is_same(arguments, x.arguments):
+            text = f"block {index} is called with other arguments than block 0"
+            raise self.error(f"{text}; use the same arguments for all blocks")
+        else:
+            result = x.result
+        return result if index == len(self) - 1 else _Output(self, index, arguments, result)
+
+    def _apply(self, x: Tree, arguments: Tree) -> Tree:
+        """The output of the last block."""
+        graphdef, randomness, _ = nnx.split(self.block, nnx.RngState, ...)  # type: ignore[misc]
+        leaves, tree = jax.tree.flatten(arguments, is_leaf=lambda x: isinstance(x, nnx.Rngs))
         arrays = [leaf if isinstance(leaf, jax.Array | np.ndarray) else None for leaf in leaves]
 
         def run(weights: Tree, x: Tree, layer_inputs: Tree, shared: Tree) -> tuple[Tree, Tree]:
@@ -142,7 +172,7 @@ class Stack:
             return y, {path: value_of(after[path]) for path in state}
 
         state = {path: value_of(variable) for path, variable in self.state.items()}
-        inputs = (None if keys is None else split_keys(keys, self.count), state)
+        inputs = (None if self.keys is None else split_keys(self.keys, self.layers), state)
         weights = unflatten_dict(dict(self.weights))
         y, after = apply_call(StackCall(run, weights, x, inputs, arrays, self.options))
         for path, value in (after or {}).items():
@@ -153,60 +183,26 @@ class Stack:
 
 def _argument(leaf: Tree, array: Tree, keys: jax.Array | None) -> Tree:
     """An argument of a block. A random number generator has another key in each layer."""
-    if _is_rngs(leaf):
+    if isinstance(leaf, nnx.Rngs):
         return nnx.Rngs(jax.random.key(0) if keys is None else keys.ravel()[-1])
     return leaf if array is None else array
 
 
-class Blocks(Sequence[Any]):
-    """The list of blocks that the script sees in a pass over a batch."""
-
-    def __init__(self, stack: Stack, block: Tree, keys: jax.Array | None) -> None:
-        self.stack = stack
-        self.block = block
-        self._keys = keys
-
-    def __len__(self) -> int:
-        return self.stack.count
-
-    def __getitem__(self, index: Tree) -> Tree:
-        return [_Block(self, i) for i in range(len(self))][index]
-
-    def call(self, index: int, x: Tree, arguments: Tree) -> Tree:
-        if index == 0:
-            result = self.stack(self.block, x, arguments, self._keys)
-            (self._keys,) = fold_keys(self._keys, 1)  # another call of the list has other dropout masks
-        elif not isinstance(x, _Output) or x.blocks is not self or x.index != index - 1:
-            raise UserError(
-                f"layers={self.stack.name}: block {index} does not receive the output of block {index - 1}; use a "
-                f"loop `for block in self.{self.stack.name}: x = block(x)`, or remove the argument layers"
-            )
-        elif not _is_same(arguments, x.arguments):
-            raise UserError(
-                f"layers={self.stack.name}: block {index} is called with other arguments than block 0; use the same "
-                "arguments for all blocks, or remove the argument layers"
-            )
-        else:
-            result = x.result
-        return result if index == len(self) - 1 else _Output(self, index, arguments, result)
-
-
 def _refuse_state(blocks: Blocks) -> Any:
     """Flax or jax flattens a module. The weights of its blocks would be missing in the result."""
-    name = blocks.stack.name
-    raise UserError(
-        f"layers={name}: the loss or the model uses the state of a module that contains {name} (nnx.state, nnx.split, "
-        "train(), ...), but all blocks are computed together; call the module, or remove the argument layers"
+    text = f"the loss or the model uses the state of a module that contains {blocks.name}"
+    raise blocks.error(
+        f"{text} (nnx.state, nnx.split, train(), ...), but all blocks are computed together; call the module"
     )
 
 
 jax.tree_util.register_pytree_node(Blocks, _refuse_state, lambda blocks, _: blocks)
 
 
+@dataclass(frozen=True)
 class _Block:
-    def __init__(self, blocks: Blocks, index: int) -> None:
-        self._blocks = blocks
-        self._index = index
+    _blocks: Blocks
+    _index: int
 
     def __call__(self, x: Tree, *arguments: Tree, **named: Any) -> Tree:
         return self._blocks.call(self._index, x, (arguments, named))
@@ -214,29 +210,24 @@ class _Block:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._blocks.block, name)
         if isinstance(value, nnx.Variable | nnx.Pytree) or getattr(value, "__self__", None) is self._blocks.block:
-            raise UserError(
-                f"layers={self._blocks.stack.name}: the model uses {name} of a block, but all blocks are computed "
-                "together; call the blocks, or remove the argument layers"
-            )
+            text = f"the model uses {name} of a block, but all blocks are computed together"
+            raise self._blocks.error(f"{text}; call the blocks")
         return value
 
 
+@dataclass(eq=False)
 class _Output:
     """The output of a block that is not the last one. It exists only inside of the computation of all blocks, whose
     result it has."""
 
-    def __init__(self, blocks: Blocks, index: int, arguments: Tree, result: Tree) -> None:
-        self.blocks = blocks
-        self.index = index
-        self.arguments = arguments
-        self.result = result
+    blocks: Blocks
+    index: int
+    arguments: Tree
+    result: Tree
 
     def _refuse(self, *_: Any) -> Any:
-        name = self.blocks.stack.name
-        raise UserError(
-            f"layers={name}: the model uses the output of block {self.index} outside of the next block; use a loop "
-            f"`for block in self.{name}: x = block(x)`, or remove the argument layers"
-        )
+        text = f"the model uses the output of block {self.index} outside of the next block"
+        raise self.blocks.error(f"{text}; use a loop `for block in self.{self.blocks.name}: x = block(x)`")
 
     __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __jax_array__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = __neg__ = _refuse
@@ -259,17 +250,13 @@ def _stacked(name: str, blocks: list[Any]) -> Tree:
 
 def _refuse_shared(name: str, blocks: list[Any], network: Any) -> None:
     """Refuses blocks whose weights other parts of the network have too: a stack has copies of them."""
-    variables = {id(node) for block in blocks for _, node in nnx.iter_graph(block) if _is_stacked(node)}
+    variables = {id(node) for block in blocks for _, node in nnx.iter_graph(block) if isinstance(node, nnx.Variable)}
     for path, node in nnx.iter_graph(network):
-        if id(node) in variables:
+        if id(node) in variables and not isinstance(node, nnx.RngState):
             raise UserError(
                 f"layers={name}: {dotted_name(path)} is also a weight of a block; layers requires equal blocks with "
                 "their own weights"
             )
-
-
-def _is_stacked(node: Any) -> bool:
-    return isinstance(node, nnx.Variable) and not isinstance(node, nnx.RngState)
 
 
 def _difference(a: Tree, b: Tree) -> str | None:
@@ -312,10 +299,6 @@ def _is_same(a: Tree, b: Tree) -> bool:
 def _is_list_of_blocks(node: Tree) -> bool:
     is_list = isinstance(node, nnx.List) and len({type(x) for x in node}) == 1 and callable(node[0])
     return is_list and bool(jax.tree.leaves(nnx.state(node, nnx.Param)))
-
-
-def _is_rngs(x: Tree) -> bool:
-    return isinstance(x, nnx.Rngs)
 
 
 def _at(node: Tree, path: tuple[Any, ...]) -> Tree:

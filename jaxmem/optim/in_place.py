@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.quant import FORMATS, QTensor
-from jaxmem.quant.packing import values_per_group
+from jaxmem.quant.formats import values_per_group
 from jaxmem.quant.qtensor import with_sliced_sizes
 from jaxmem.sharding.arrays import constrain, map_layers, row_major_if_gathered
 from jaxmem.sharding.layout import current

@@ -22,8 +22,7 @@ from jaxtyping import Array, Float, Key, Shaped, UInt32
 
 from jaxmem.errors import UserError, nearest
 from jaxmem.kernels.codes import absmax
-from jaxmem.quant.formats import FORMATS, Microscaled, power_of_two
-from jaxmem.quant.packing import pack, unpack, values_per_group
+from jaxmem.quant.formats import FORMATS, Microscaled, pack, power_of_two, unpack, values_per_group
 from jaxmem.typing import Tree
 
 MAX_SCALE_GROUP = 256  # the most block scales that share a scale of the second level

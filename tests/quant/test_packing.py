@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmem.quant.packing import pack, unpack
+from jaxmem.quant.formats import pack, unpack
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP = {2: 4, 3: 8, 4: 2, 5: 8, 6: 4, 8: 1}  # codes that end on a byte
