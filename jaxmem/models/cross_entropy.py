@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +41,8 @@ PerToken = Float[Array, "batch time"]
 MAX_COMPLETE_LOGITS = 2**27  # largest size in bytes, per device, of logits that `auto` computes at once
 SLICE_BYTES = 2**25  # bytes of logits in a slice that `auto` chooses
 MIN_WIDTH, WIDTH_MULTIPLE = 512, 128  # entries of a slice; matmuls of other widths leave matrix units idle
-_FEATURES: Axes = ("vocab_batch", "vocab_time", "embed")
 
+_Carry = TypeVar("_Carry")
 _Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
@@ -56,27 +56,69 @@ def vocab_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> PerToken:
-    """The `cross_entropy` of each token of a decoder, from its features x. With an adapter on the output projection the
-    logits are computed at once. Pipeline stages compute it together, each in its part of the vocabulary (Yeung et al.,
+    """The loss per token of a decoder, from its features. With an adapter on the output projection the logits are
+    computed at once. Pipeline stages compute it together, each in its part of the vocabulary (Yeung et al.,
     arXiv:2411.05288).
 
-    `chunk`: the vocabulary entries whose logits are computed at a time (see `slice_width`). `max_entries` limits the
-    entries whose gradient may exist at the same time.
+    Args:
+        network: The decoder.
+        x: Its features, [batch, time, embed].
+        labels: [batch, time].
+        chunk: The vocabulary entries whose logits are computed at a time; see `slice_width`.
+        max_entries: Limits the entries whose gradient may exist at the same time.
+        label_smoothing: As in `cross_entropy`.
+        z_loss: As in `cross_entropy`.
+
+    Returns:
+        The loss of each token, [batch, time].
     """
     over = vocab_over()
     if over:
         # `tensor` shards the tokens of x here, so its gradient is summed over `over` in this sharding.
         x = constrain(sum_gradients(x, over), "batch", "stream", "embed")
         labels = labels - jax.lax.axis_index(over) * (network.cfg.vocab // axis_size(over))
-    param = network.projection
-    slices = slices_for(chunk, x, network.cfg.vocab // axis_size(over), max_entries)
-    if slices is None or param is None:
+    loss = _sliced_loss(network, x, chunk, max_entries, label_smoothing=label_smoothing, z_loss=z_loss)
+    if loss is None:
         return cross_entropy(network.logits(x), labels, label_smoothing=label_smoothing, z_loss=z_loss, over=over)
-    weight = param.get_value()
-    if any(map(is_on_host, jax.tree.leaves(weight))):
-        slices = dataclasses.replace(slices, prefetch=True)
-    terms = Terms(label_smoothing, z_loss, getattr(network.cfg, "logit_soft_cap", None))
-    return SlicedLoss(param.get_metadata()["axes"], slices, terms, over)(x, weight, labels)
+    return loss(constrain(x, *_FEATURES), network.projection.get_value(), labels)
+
+
+def separate_cross_entropy(
+    network: Any,
+    x: Features,
+    labels: Labels,
+    chunk: int | Literal["auto"],
+    *,
+    max_entries: int | None = None,
+    **terms: float,
+) -> VocabOpResult | None:
+    """`vocab_cross_entropy`, with functions for its gradients; None if all logits are computed at once."""
+    loss = _sliced_loss(network, x, chunk, max_entries, **terms)
+    if loss is None:
+        return None
+    result = loss.separate(constrain(x, *_FEATURES), network.projection.get_value(), labels)
+
+    def input_gradient(g: jax.Array) -> jax.Array:
+        gradient = result.input_gradient(g)
+        assert gradient is not None  # the input is an array of features
+        return constrain(gradient, *_FEATURES)
+
+    return dataclasses.replace(result, input_gradient=input_gradient)
+
+
+_FEATURES: Axes = ("vocab_batch", "vocab_time", "embed")
+
+
+def _sliced_loss(
+    network: Any, x: Features, chunk: int | Literal["auto"], max_entries: int | None, **terms: float
+) -> "SlicedLoss | None":
+    over = vocab_over()
+    weight = network.projection
+    slices = slices_for(chunk, x, network.cfg.vocab // axis_size(over), max_entries)
+    if slices is None or weight is None:
+        return None
+    terms_of_loss = Terms(**terms, soft_cap=getattr(network.cfg, "logit_soft_cap", None))
+    return SlicedLoss(weight.get_metadata()["axes"], slices, terms_of_loss, over)
 
 
 def slice_width(
@@ -141,36 +183,59 @@ class SlicedLoss:
         return self.slices.vocab * axis_size(self.mesh_axes)
 
     def __call__(self, x: Features, weight: weights.Weight, labels: Labels) -> PerToken:
-        x = constrain(x, *_FEATURES)
+        loss = self._prefetching(weight)
         if (y := intercepted(VocabOp(weight, x, partial(self.separate, x, weight, labels)))) is not None:
             return y
         proxy = weights.proxy_of(weight)
-        return _sliced(self, x, proxy, None if proxy is weight else weights.stored_of(weight), labels)
+        return _sliced(loss, x, proxy, None if proxy is weight else weights.stored_of(weight), labels)
+
+    def _prefetching(self, weight: weights.Weight) -> "SlicedLoss":
+        """If the weight is gathered or in host memory, the next slice is fetched while the current one is used."""
+        prefetch = self.slices.prefetch or any(map(is_on_host, jax.tree.leaves(weight)))
+        return dataclasses.replace(self, slices=dataclasses.replace(self.slices, prefetch=prefetch))
 
     def separate(self, x: jax.Array, weight: weights.Weight, labels: jax.Array) -> VocabOpResult:
         """The loss, with one function for the gradient of the features and one for that of the weight. Features and
         one float32 per token are saved; the weight gradient of a slice recomputes the logits of this slice."""
+        loss = self._prefetching(weight)
         stored = weights.stored_of(weight)
-        y, (*_, statistics) = _forward(self, x, stored, None, labels)
-
-        def input_gradient(g: jax.Array) -> jax.Array:
-            return constrain(_backward(self, (x, None, stored, labels, statistics), g)[0], *_FEATURES)
+        y, (*_, statistics) = _forward(loss, x, stored, None, labels)
 
         def weight_gradient(
             g: jax.Array, weight: Any, slices: VocabSlices | None = None, j: jax.Array | None = None
         ) -> jax.Array:
             if slices is None or j is None:
                 zeros = jnp.zeros(weight.shape, x.dtype)
-                return jnp.asarray(_backward(self, (x, zeros, weight, labels, statistics), g)[1])
-            of_slices = dataclasses.replace(self, slices=slices)
+                return jnp.asarray(_backward(loss, (x, zeros, weight, labels, statistics), g)[1])
+            of_slices = dataclasses.replace(loss, slices=slices)
             columns, _ = of_slices.gradients(x, labels, of_slices.fetch(weight, x.dtype, j), j, statistics, g)
             return slices.as_weight(constrain(columns, "embed", "vocab", None, role="gradients"), self.axes)
 
-        return VocabOpResult(y, input_gradient, weight_gradient)
+        return VocabOpResult(y, lambda g: _backward(loss, (x, None, stored, labels, statistics), g)[0], weight_gradient)
 
     def fetch(self, weight: jax.Array | QTensor, dtype: jnp.dtype, j: jax.Array) -> jax.Array:
         """Slice j of the weight, gathered, in the compute dtype."""
         return gather(self.slices.read_columns(weight, self.axes, j), ("embed", "vocab", None), dtype)
+
+    def fold(
+        self,
+        fetch: Callable[[jax.Array], Columns],
+        update: Callable[[_Carry, Columns, jax.Array], _Carry],
+        carry: _Carry,
+        *,
+        reverse: bool = False,
+    ) -> _Carry:
+        """`carry = update(carry, columns, j)` for each slice. With prefetch the last slice is used after the loop, so
+        that each slice is fetched once."""
+        numbers = jnp.arange(self.slices.count, dtype=jnp.int32)[:: -1 if reverse else 1]
+        if not self.slices.prefetch:
+            return jax.lax.scan(lambda carry, j: (update(carry, fetch(j), j), None), carry, numbers)[0]
+
+        def step(pair: tuple[_Carry, Columns], j: tuple[jax.Array, jax.Array]) -> tuple[tuple[_Carry, Columns], None]:
+            return (update(*pair, j[0]), fetch(j[1])), None
+
+        carry, columns = jax.lax.scan(step, (carry, fetch(numbers[0])), (numbers[:-1], numbers[1:]))[0]
+        return update(carry, columns, numbers[-1])
 
     def statistics(self, x: Features, labels: Labels, fetch: Callable[[jax.Array], Columns]) -> Statistics:
         """The first pass. Each device along `tensor` and `mesh_axes` sums over its part of the vocabulary, followed by
@@ -199,7 +264,7 @@ class SlicedLoss:
             )
 
         start = (zeros - jnp.inf, zeros, zeros, zeros)
-        highest, total, label_logit, summed = slices.fold(lambda j: fetch(depend(j)), add, start)
+        highest, total, label_logit, summed = self.fold(lambda j: fetch(depend(j)), add, start)
         top = jnp.max(highest, axis=-1)
         top = jax.lax.pmax(top, self.mesh_axes) if self.mesh_axes else top
         sums = total * jnp.exp(highest - top[..., None]), label_logit, summed
@@ -215,7 +280,7 @@ class SlicedLoss:
         per_token = lambda value: value[..., None, None]  # noqa: E731
         entries = self.slices.entries(j)
         s = self.terms.label_smoothing
-        x = constrain(x, *_FEATURES)
+        x = constrain(x, "vocab_batch", "vocab_time", "embed")
         logits = self.logits(x, weight)
         probability = jnp.exp(logits - per_token(statistics.log_partition))
         of_partition = 1.0 + 2.0 * self.terms.z_loss * statistics.log_partition
@@ -232,7 +297,7 @@ class SlicedLoss:
         return of_weight, of_x
 
     def logits(self, x: Features, weight: Columns) -> Float[Array, "batch time parts width"]:
-        x = constrain(x, *_FEATURES)
+        x = constrain(x, "vocab_batch", "vocab_time", "embed")
         logits = jnp.einsum("bte,epv->btpv", x, weight)
         logits = constrain(logits, "vocab_batch", "vocab_time", "vocab", None).astype(jnp.float32)
         cap = self.terms.soft_cap
@@ -258,7 +323,7 @@ def _forward(loss: SlicedLoss, x: jax.Array, proxy: Any, stored: Tree, labels: j
 def _backward(loss: SlicedLoss, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None, None]:
     x, proxy, stored, labels, statistics = saved
     # Gathered before the loop over slices; inside of it, XLA would gather the features for each slice.
-    x = constrain(x, *_FEATURES)
+    x = constrain(x, "vocab_batch", "vocab_time", "embed")
     labels, g = (constrain(array, "vocab_batch", "vocab_time") for array in (labels, g))
     weight = proxy if stored is None else stored
     trainable = proxy is not None
@@ -277,7 +342,7 @@ def _backward(loss: SlicedLoss, saved: _Saved, g: jax.Array) -> tuple[jax.Array,
 
     zeros = constrain(jnp.zeros(proxy.shape, proxy.dtype), *axes, role="gradients") if trainable else None
     empty = constrain(jnp.zeros((slices.parts, *x.shape), jnp.float32), "vocab", "vocab_batch", "vocab_time", None)
-    of_weight, of_x = slices.fold(partial(loss.fetch, weight, x.dtype), add, (zeros, empty), reverse=True)
+    of_weight, of_x = loss.fold(partial(loss.fetch, weight, x.dtype), add, (zeros, empty), reverse=True)
     return constrain(jnp.sum(of_x.astype(x.dtype), axis=0), "batch", "vocab_time", "embed"), of_weight, None, None
 
 

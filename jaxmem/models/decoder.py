@@ -29,7 +29,7 @@ from jaxmem.models.network import (
     Part,
     run_parts,
 )
-from jaxmem.models.rope import Angles, angles, document_lengths
+from jaxmem.models.rope import Angles, angles, document_lengths, select
 from jaxmem.sharding.arrays import constrain
 from jaxmem.sharding.layout import current
 from jaxmem.sharding.trees import Path
@@ -48,7 +48,7 @@ class _SharedInputs(NamedTuple):
     def of_layer(self, has_window: Bool[Array, ""] | None) -> Tokens:
         chosen = self.angles
         if has_window is not None and self.sliding is not None:
-            chosen = jax.tree.map(lambda sliding, full: jnp.where(has_window, sliding, full), self.sliding, self.angles)
+            chosen = select(has_window, self.sliding, self.angles)
         return Tokens(chosen, self.segment_ids, has_window)
 
 
@@ -288,15 +288,15 @@ class Decoder(Network):
         x = x[:, -1:] if last is None else jax.lax.dynamic_slice_in_dim(x, last, 1, axis=1)
         return self.logits(self.norm(x))[:, 0], cache
 
-    def _lookup(self, tokens: Ids) -> Part:
+    def _lookup(self, tokens: Ids) -> MatrixPart:
         """The lookup of the embeddings of tokens. Tokens of a prompt, which are not in the vocabulary, are replaced."""
         ids = tokens if self.prompt is None else jnp.minimum(tokens, self.cfg.vocab - 1)
-
-        def run(network: Decoder, flow: Flow) -> Flow:
-            return flow._replace(x=network.embedding(ids, self.execution.dtype))
-
-        # An adapter adds to the rows, and may use the matrix too.
-        return MatrixPart(run, ("embedding", "weight")) if self.embedding.lora is None else Part(run)
+        dtype = self.execution.dtype
+        return MatrixPart(
+            lambda network, flow: flow._replace(x=network.embedding(ids, dtype)),
+            ("embedding", "weight"),
+            lambda network, _: network.embedding.separate(ids, dtype),
+        )
 
     def _after_lookup(self, tokens: Ids, x: Features) -> Features:
         """The input of the first layer, from the embeddings of tokens."""

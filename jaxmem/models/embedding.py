@@ -31,6 +31,7 @@ from jaxmem.sharding.layout import Layout, current, shard_count
 from jaxmem.sharding.table import Axes
 from jaxmem.sharding.weights import Weight, proxy_of, stored_of
 from jaxmem.stack.call import intercepted
+from jaxmem.typing import Tree
 
 RESIDUAL: Axes = ("batch", "stream", "embed")  # the residual stream
 Matrix = jax.Array | QTensor
@@ -46,6 +47,12 @@ class Embedding(nnx.Module):
     def __call__(self, ids: Ids, dtype: DTypeLike) -> Features:
         x = lookup_param(self.weight, ids, dtype)
         return x if self.lora is None else self.lora.rows(x, ids, partial(fetch, self.weight, dtype))
+
+    def separate(self, ids: Ids, dtype: DTypeLike) -> VocabOpResult | None:
+        """The lookup, with functions for its gradients; None with an adapter, which may use the matrix too."""
+        if self.lora is not None:
+            return None
+        return separate_lookup(self.weight.get_value(), ids, self.weight.get_metadata()["axes"], dtype)
 
     def project(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """Logits, for tied embeddings."""
@@ -175,7 +182,7 @@ def _lookup_from_host(matrix: Matrix, ids: jax.Array, axes: Axes, dtype: DTypeLi
     vocab = matrix.shape[0]
     stored = shard_count("weights", axes[0])
     width = min(vocab // stored, max(1, SLICE_SIZE // (matrix.shape[1] * stored)))
-    slices = VocabSlices(vocab, width, stored, prefetch=True)
+    slices = VocabSlices(vocab, width, stored)
 
     def read(j: jax.Array) -> Matrix:
         def read_slice(x: jax.Array, names: Axes) -> jax.Array:
@@ -184,13 +191,16 @@ def _lookup_from_host(matrix: Matrix, ids: jax.Array, axes: Axes, dtype: DTypeLi
 
         return jax.tree.map(read_slice, matrix, stored_axes(axes, matrix))
 
-    def add(x: jax.Array, rows: Matrix, j: jax.Array) -> jax.Array:
+    def step(j: jax.Array, carry: tuple[jax.Array, Tree]) -> tuple[jax.Array, Tree]:
+        x, rows = carry
+        following = read(jnp.minimum(j + 1, slices.count - 1))
         positions = slices.positions(ids, j)
         values = _lookup(rows, positions, axes, dtype)
         inside = constrain((positions < slices.size)[..., None], *RESIDUAL[:2], None)
-        return jnp.where(inside, values, x)
+        return jnp.where(inside, values, x), following
 
-    return slices.fold(read, add, constrain(jnp.zeros((*ids.shape, matrix.shape[1]), dtype), *RESIDUAL))
+    zeros = constrain(jnp.zeros((*ids.shape, matrix.shape[1]), dtype), *RESIDUAL)
+    return jax.lax.fori_loop(0, slices.count, step, (zeros, read(jnp.int32(0))))[0]
 
 
 @dataclass(frozen=True)

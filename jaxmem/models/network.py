@@ -16,10 +16,10 @@ from flax import nnx
 
 from jaxmem.models.chunking import Chunking
 from jaxmem.models.layers import RowKeys, split_keys
-from jaxmem.models.vocab_slices import VocabOp, VocabOpResult
+from jaxmem.models.vocab_slices import VocabOpResult
 from jaxmem.sharding.trees import Path
 from jaxmem.stack.apply import apply_call, stack_call
-from jaxmem.stack.call import StackCall, StackOptions, intercept_with
+from jaxmem.stack.call import StackCall, StackOptions
 from jaxmem.typing import Tree
 
 # Statistics of the routers of mixtures of experts for each token; only the first has a gradient.
@@ -60,22 +60,11 @@ class Part:
 
 @dataclass(frozen=True)
 class MatrixPart(Part):
-    """An embedding lookup, or an output projection with its loss. The result of its `VocabOp`, if it has one, is the
-    result of the part."""
+    """An embedding lookup, or an output projection with its loss."""
 
     path: Path  # of the matrix
-
-    def separate(self, network: Any, flow: Flow) -> VocabOpResult | None:
-        """The result, and functions for its gradients; None if no `VocabOp` computes it."""
-        results: list[VocabOpResult] = []
-
-        def compute(operation: VocabOp) -> jax.Array:
-            results.append(operation.forward())
-            return results[-1].y
-
-        with intercept_with(compute):
-            self.run(network, flow)
-        return results[0] if results else None
+    # The result of `run`, and functions for its gradients; None if other operations of this part use the matrix.
+    separate: Callable[[Any, Flow], VocabOpResult | None]
 
 
 @dataclass(frozen=True)
@@ -139,19 +128,26 @@ def _call(block: Any, x: Tree, keys: RowKeys | None) -> Any:
     return block(x, keys)
 
 
-def blocks_of(path: Path, keys: RowKeys | None, layers: int, options: StackOptions, apply: Apply = _call) -> Layers:
+def blocks_call(
+    blocks: Tree, x: Tree, keys: RowKeys | None, layers: int, options: StackOptions, apply: Apply = _call
+) -> StackCall:
     """A stack of layers without further inputs, each applied as `apply(block, x, dropout keys of the layer)`."""
+    layer_keys = None if keys is None else split_keys(keys, layers)
+    return stack_call(blocks, lambda *inputs: (apply(*inputs[:3]), None), x, layer_keys, options=options)
 
-    def layer(block: Any, x: Tree, keys: RowKeys | None, _: None) -> tuple[Tree, None]:
-        return apply(block, x, keys), None
+
+def apply_blocks(
+    blocks: Tree, x: Tree, keys: RowKeys | None, layers: int, options: StackOptions, apply: Apply = _call
+) -> Any:
+    """The output of the stack of `blocks_call`."""
+    return apply_call(blocks_call(blocks, x, keys, layers, options, apply))[0]
+
+
+def blocks_of(path: Path, keys: RowKeys | None, layers: int, options: StackOptions, apply: Apply = _call) -> Layers:
+    """The stack of `blocks_call` as a part of a network."""
 
     def call(network: Any, flow: Flow) -> StackCall:
-        layer_keys = None if keys is None else split_keys(keys, layers)
-        return stack_call(reduce(getattr, path, network), layer, flow.x, layer_keys, options=options)
+        blocks = reduce(getattr, path, network)
+        return blocks_call(blocks, flow.x, keys, layers, options, apply)
 
     return Layers(path, call)
-
-
-def apply_blocks(blocks: Tree, x: Tree, keys: RowKeys | None, layers: int, options: StackOptions) -> Any:
-    """The output of the stack `blocks`, whose layers are called as `block(x, dropout keys of the layer)`."""
-    return blocks_of((), keys, layers, options).run(blocks, Flow(x)).x

@@ -94,6 +94,11 @@ def angles(
     return Angles(jnp.cos(phase) * factor, jnp.sin(phase) * factor)
 
 
+def select(which: jax.Array, angles: Angles, other: Angles) -> Angles:
+    """`angles` where `which` is true, otherwise `other`."""
+    return Angles(*(jnp.where(which, x, y) for x, y in zip(angles, other, strict=True)))
+
+
 def rotate(x: Float[Array, "batch time heads head_dim"], angles: Angles) -> Float[Array, "batch time heads head_dim"]:
     """x with dimensions i and i + r / 2 of the first r dimensions rotated, in float32."""
     cos = angles.cos[:, :, None, :]

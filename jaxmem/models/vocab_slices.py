@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,6 @@ from jaxmem.sharding.weights import Weight
 # A slice as matmuls use it: each device along `tensor` has `width` columns of its own part of the vocabulary.
 Columns = Float[Array, "embed parts width"]
 Entries = Int[Array, "parts width"]  # the vocabulary entry of each column; -1: already in an earlier slice
-
-_Carry = TypeVar("_Carry")
-_Slice = TypeVar("_Slice")
 
 SLICE_SIZE = 2**24  # elements of an embedding or output matrix processed at once: 64 MiB in float32
 
@@ -43,9 +40,7 @@ class VocabSlices:
     width: int
     stored_parts: int = 1  # parts of the vocabulary dimension in the stored weight
     parts: int = 1  # parts of the vocabulary dimension in matmuls
-    prefetch: bool = (
-        False  # fetch the next slice while the current one is used: for weights that are gathered or on the host
-    )
+    prefetch: bool = False  # fetch the next slice while the current one is used: for weights that are gathered
 
     @property
     def part_size(self) -> int:
@@ -115,26 +110,6 @@ class VocabSlices:
         new = new.reshape(*x.shape[:dim], self.stored_parts, -1, *x.shape[dim + 1 :])
         start = self._start(j) // self._entries_of_element(x, dim)
         return jax.lax.dynamic_update_slice_in_dim(self._split(x, dim), new, start, axis=dim + 1).reshape(x.shape)
-
-    def fold(
-        self,
-        fetch: Callable[[Int[Array, ""]], _Slice],
-        update: Callable[[_Carry, _Slice, Int[Array, ""]], _Carry],
-        carry: _Carry,
-        *,
-        reverse: bool = False,
-    ) -> _Carry:
-        """`carry = update(carry, fetch(j), j)` for each slice. With prefetch the last slice is used after the loop, so
-        that each slice is fetched once."""
-        numbers = jnp.arange(self.count, dtype=jnp.int32)[:: -1 if reverse else 1]
-        if not self.prefetch:
-            return jax.lax.scan(lambda carry, j: (update(carry, fetch(j), j), None), carry, numbers)[0]
-
-        def step(pair: tuple[_Carry, _Slice], j: tuple[jax.Array, jax.Array]) -> tuple[tuple[_Carry, _Slice], None]:
-            return (update(*pair, j[0]), fetch(j[1])), None
-
-        carry, last = jax.lax.scan(step, (carry, fetch(numbers[0])), (numbers[:-1], numbers[1:]))[0]
-        return update(carry, last, numbers[-1])
 
     def _read(self, x: jax.Array, dim: int, j: Int[Array, ""]) -> jax.Array:
         part = x.shape[dim] // self.stored_parts

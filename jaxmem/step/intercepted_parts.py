@@ -19,12 +19,12 @@ from jax.extend.core import Jaxpr, Var, get_opaque_trace_state
 
 from jaxmem.errors import UserError
 from jaxmem.models.network import Flow, Layers, MatrixPart, NetworkPart, Part
-from jaxmem.models.vocab_slices import VocabOp
+from jaxmem.models.vocab_slices import VocabOp, VocabOpResult
 from jaxmem.quant.precision import Params
 from jaxmem.sharding.trees import Path, subtree, without
 from jaxmem.sharding.weights import with_gradients
 from jaxmem.stack.apply import result_shapes
-from jaxmem.stack.call import StackCall, intercept_with, intercepted
+from jaxmem.stack.call import StackCall, intercept_with
 from jaxmem.stack.scheduled import inexact_leaves
 from jaxmem.step.objective import Batch, Objective, Sums
 from jaxmem.typing import Tree
@@ -57,7 +57,7 @@ def intercepted_parts(
             parts.append(Layers(path, run.stack(number)))
             stacks.append(path)
         else:
-            parts.append(MatrixPart(run.matrix(number), path))
+            parts.append(MatrixPart(_refuse, path, run.matrix(number)))
     if proxies is not None:
         _refuse_lost_gradients(run, lambda proxies: network(with_gradients(params, proxies)), proxies, stacks)
     return [*parts, Part(lambda network, flow: run.sums(network, _known(flow)))]
@@ -101,14 +101,13 @@ class _Interception:
 
         return call
 
-    def matrix(self, number: int) -> Callable[[Any, Flow], Flow]:
-        """The operation with a matrix at a cut, which `MatrixPart.separate` computes."""
-
-        def run(network: Any, flow: Flow) -> Flow:
+    def matrix(self, number: int) -> Callable[[Any, Flow], VocabOpResult]:
+        def separate(network: Any, flow: Flow) -> VocabOpResult:
             cut = self.cuts(network, flow.kept or ())[number]
-            return flow._replace(x=intercepted(cut))
+            assert isinstance(cut, VocabOp)
+            return cut.forward()
 
-        return run
+        return separate
 
     def arguments_and_sums(self, network: Any, marks: _Marks) -> tuple[Tree, Sums]:
         """What stacks read besides x, and the sums, with marked results of stacks."""
@@ -199,6 +198,10 @@ def _unsupported(what: str) -> UserError:
 def _known(flow: Flow) -> tuple[Any, ...]:
     """The results of all cuts so far."""
     return (*(flow.kept or ()), flow.x)
+
+
+def _refuse(_network: Any, _flow: Flow) -> Flow:
+    raise AssertionError("an intercepted operation with a matrix is always separate")
 
 
 def _path_of(params: Params, weights: Tree) -> Path:

@@ -17,9 +17,10 @@ from jaxmem import config
 from jaxmem.config.user import UserObjects
 from jaxmem.errors import UserError
 from jaxmem.models import losses
-from jaxmem.models.cross_entropy import max_update_entries, vocab_cross_entropy
+from jaxmem.models.cross_entropy import max_update_entries, separate_cross_entropy, vocab_cross_entropy
 from jaxmem.models.layers import split_keys
 from jaxmem.models.network import STATISTICS, Flow, MatrixPart, Network, NetworkPart, Part, names_parts, run_parts
+from jaxmem.models.vocab_slices import VocabOpResult
 from jaxmem.sharding.arrays import mean_over_groups
 from jaxmem.step.nonfinite import METRIC
 
@@ -193,19 +194,25 @@ def _token_losses(
     """The output projection with the cross entropy of each token, and the sums."""
     from jaxmem.kernels.scopes import purpose
 
+    labels = batch["targets"]
+    chunk = memory.loss_chunk
+
+    def options(x: jax.Array) -> dict[str, Any]:
+        return {**terms, "max_entries": max_update_entries(memory.update, x.shape[-1])}
+
     @purpose("logits")
     def loss(network: Any, flow: Flow) -> Flow:
-        entries = max_update_entries(memory.update, flow.x.shape[-1])
-        per_token = vocab_cross_entropy(
-            network, flow.x, batch["targets"], memory.loss_chunk, max_entries=entries, **terms
-        )
-        return flow._replace(x=per_token)
+        return flow._replace(x=vocab_cross_entropy(network, flow.x, labels, chunk, **options(flow.x)))
+
+    @purpose("logits")
+    def separate(network: Any, flow: Flow) -> VocabOpResult | None:
+        return separate_cross_entropy(network, flow.x, labels, chunk, **options(flow.x))
 
     @purpose("logits")
     def sums(_: Any, flow: Flow) -> Sums:
         return _with_router(sums_of(flow.x, batch), flow.kept, batch["mask"])
 
-    loss_part = MatrixPart(loss, network.projection_path) if names_parts(network) else Part(loss)
+    loss_part = MatrixPart(loss, network.projection_path, separate) if names_parts(network) else Part(loss)
     return [loss_part, Part(sums)]
 
 
