@@ -23,16 +23,14 @@ import numpy as np
 
 from jaxmem.config.sections import Config
 from jaxmem.data.corpus import Corpus, Split
-from jaxmem.data.packing import Batch, OrderedRecords, Rows, RowStream, TextRows
+from jaxmem.data.packing import Batch, OrderedRecords, Position, Rows, RowStream, TextRows
 from jaxmem.data.record_order import RecordOrder, records_of_epochs
 from jaxmem.data.records import Document
 from jaxmem.distributed.agree import gather
 from jaxmem.errors import UserError
-from jaxmem.typing import JsonDict
 
 BUILT_AHEAD = 2  # batches, in addition to the one being built
 
-Position = JsonDict  # a position in the data, for JSON
 Value = TypeVar("Value", int, tuple[int, int])
 RowNumber = TypeVar("RowNumber", int, np.ndarray)
 

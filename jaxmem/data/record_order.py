@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxmem.data.files import locate
 from jaxmem.errors import UserError
 
 Record = tuple[int, int]  # source, record of it
@@ -124,10 +125,9 @@ class _BlockShuffle:
     def __getitem__(self, index: int) -> tuple[int, int]:
         epoch, place = divmod(index, self._count)
         blocks, ends = self._blocks(epoch)
-        turn = int(np.searchsorted(ends, place, side="right"))
+        turn, record = locate(ends, place)
         block = int(blocks[turn])
-        within = self._within(epoch, block)[place - int(ends[turn]) + int(self._lengths[block])]
-        return 0, int(self._starts[block]) + int(within)
+        return 0, int(self._starts[block] + self._within(epoch, block)[record])
 
 
 class WeightedSelection:
@@ -139,35 +139,29 @@ class WeightedSelection:
     are exact, in integers; grain's mixture rounds weights to hundredths of the smallest.
     """
 
-    def __init__(self, lengths: Sequence[int], weights: Sequence[float]) -> None:
+    def __init__(self, weights: Sequence[float]) -> None:
         # For each source: its number, and the share of the later sources in the weight of this and the later sources,
         # as numerator and denominator.
-        self._rests: list[tuple[int, int, int]] = []
+        self._later_shares: list[tuple[int, int, int]] = []
         sources = sorted(range(len(weights)), key=lambda source: -weights[source])
         exact = [Fraction(weights[source]) for source in sources]
         for i, source in enumerate(sources):
             later_share = sum(exact[i + 1 :], Fraction(0)) / sum(exact[i:], Fraction(0))
-            self._rests.append((source, later_share.numerator, later_share.denominator))
-        self._lengths = lengths
+            self._later_shares.append((source, later_share.numerator, later_share.denominator))
 
     def counts(self, total: int) -> list[int]:
         """How many of the first `total` records each source provides."""
-        counts = [0] * len(self._rests)
-        for source, later_share, total_weight in self._rests:
+        counts = [0] * len(self._later_shares)
+        for source, later_share, total_weight in self._later_shares:
             later = round_half_up(total * later_share, total_weight)
             counts[source] = total - later
             total = later
         return counts
 
-    def records(self, epochs: int) -> int:
-        """The number of records until a source would begin another epoch."""
-        most = [epochs * length for length in self._lengths]
-        return bisect_right(range(sum(most)), 0, key=lambda k: any(map(int.__gt__, self.counts(k + 1), most)))
-
     def __getitem__(self, index: int) -> tuple[int, int]:
         before = index
         after = index + 1  # records of this source and the later sources
-        for source, later_share, total_weight in self._rests:
+        for source, later_share, total_weight in self._later_shares:
             later_before, later_after = (round_half_up(k * later_share, total_weight) for k in (before, after))
             if later_after == later_before:
                 return source, before - later_before
@@ -184,16 +178,21 @@ class Mixture:
     selection: WeightedSelection
 
     def __len__(self) -> int:
-        return self.selection.records(1)
+        return self.records(1)
 
     def __getitem__(self, place: int) -> Record:
         source, index = self.selection[place]
         return self.parts[source][index]
 
+    def records(self, epochs: int) -> int:
+        """The number of records until a source would begin another epoch."""
+        most = [epochs * len(part) for part in self.parts]
+        return bisect_right(range(sum(most)), 0, key=lambda k: any(map(int.__gt__, self.selection.counts(k + 1), most)))
+
 
 def records_of_epochs(order: RecordOrder, epochs: int) -> int:
     """The number of records until one would be read more often than `epochs` times."""
-    return order.selection.records(epochs) if isinstance(order, Mixture) else epochs * len(order)
+    return order.records(epochs) if isinstance(order, Mixture) else epochs * len(order)
 
 
 def round_half_up(numerator: int, denominator: int) -> int:
@@ -252,13 +251,11 @@ def training_order(
 
 def held_out_order(counts: Sequence[int], weights: Sequence[float], *, held_out: float) -> RecordOrder:
     """The order of the held-out records."""
-    import grain
-
     if not held_out:
         raise UserError("data.held_out=0 leaves no record for evaluation; use e.g. data.held_out=0.02")
     parts = [_HeldOutRecords(source, held_out_records(count, held_out)) for source, count in enumerate(counts)]
-    return _mixture([grain.MapDataset.source(part) for part in parts], weights)
+    return _mixture(parts, weights)
 
 
 def _mixture(parts: Sequence[RecordOrder], weights: Sequence[float]) -> RecordOrder:
-    return parts[0] if len(parts) == 1 else Mixture(parts, WeightedSelection([len(part) for part in parts], weights))
+    return parts[0] if len(parts) == 1 else Mixture(parts, WeightedSelection(weights))

@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +38,6 @@ from jaxmem.data.tokenizer import Tokenizer
 
 FileRecord = tuple[int, int]  # file, record of it
 Files = DatasetFiles | list[Path]
-UNKNOWN_COUNT = 1 << 48  # more records than a source has
 
 
 class StreamedFiles(RecordSource):
@@ -47,11 +46,12 @@ class StreamedFiles(RecordSource):
     def __init__(
         self, reader: type[RecordSource], files: Files, source: Source, data: Data, tokenizer: Tokenizer
     ) -> None:
+        super().__init__([], source, data, tokenizer)
         self.noun = reader.noun
         self.documents_per_record = reader.documents_per_record
-        super().__init__([], source, data, tokenizer)
         self._reader = reader
         self._files = files
+        self.names = list(map(str, files.names if isinstance(files, DatasetFiles) else files))
         self.first = 0  # the file that is read first
         self.lengths: dict[int, int] = {}  # training records of each file that has been read
         self.used: dict[tuple[int, int], set[int]] = {}  # the files that each shard still needs
@@ -62,10 +62,6 @@ class StreamedFiles(RecordSource):
         self._lock = threading.RLock()
         self._fetcher = ThreadPoolExecutor(1, "fetch")
         self._directory: tempfile.TemporaryDirectory[str] | None = None
-
-    @cached_property
-    def names(self) -> list[str]:
-        return [str(file) for file in (self._files.names if isinstance(self._files, DatasetFiles) else self._files)]
 
     def documents(self, index: FileRecord) -> Sequence[Document]:  # type: ignore[override]
         file, record = index
@@ -213,7 +209,7 @@ class StreamOrder:
     def __init__(self, sources: Sequence[StreamedFiles], shard: tuple[int, int], seed: int, epochs: int | None) -> None:
         self._orders = [FileOrder(files, shard, mix_seed(seed, source), epochs) for source, files in enumerate(sources)]
         weights = [files.source.weight for files in sources]
-        self._selection = WeightedSelection([UNKNOWN_COUNT] * len(weights), weights) if len(weights) > 1 else None
+        self._selection = WeightedSelection(weights) if len(weights) > 1 else None
 
     def find(self, place: int) -> tuple[int, FileRecord] | None:
         source, place_in_source = (0, place) if self._selection is None else self._selection[place]

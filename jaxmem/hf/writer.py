@@ -24,7 +24,6 @@ from jaxmem.errors import UserError
 from jaxmem.hf.files import copy_chat_template, copy_metadata, copy_tokenizer, storage_dtype
 from jaxmem.hf.names import FileTensor, FileWeight, WeightPath, decoder_weights
 from jaxmem.hf.quantized import mxfp4_tensors
-from jaxmem.hf.tensors import DTYPES as NUMPY_DTYPES
 from jaxmem.hf.tensors import MAX_FILE_BYTES, MXFP4, OutputTensor, fuse_tensors, refuse_infinite, write_tensors
 from jaxmem.machine.files import atomic_directory
 from jaxmem.models.decoder import Decoder
@@ -186,13 +185,12 @@ def output_tensors(
     weights: Iterable[FileWeight], dtype: str, adapters: Mapping[WeightPath, Adapter] = MappingProxyType({})
 ) -> list[OutputTensor]:
     """The tensors of weights, with `adapters` merged."""
-    numpy = next(candidate for candidate in NUMPY_DTYPES.values() if candidate.name == dtype)
     tensors = []
     for weight in weights:
         adapter, scale = adapters.get(weight.path, (None, 0.0))
         convert = partial(_converter(weight.depth, weight.is_transposed, dtype, scale), weight.array, adapter)
         tensors += [
-            OutputTensor(tensor.name, numpy, tensor.shape, partial(_values, convert, tensor))
+            OutputTensor(tensor.name, jnp.dtype(dtype), tensor.shape, partial(_values, convert, tensor))
             for tensor in weight.tensors
         ]
     return tensors

@@ -29,7 +29,6 @@ from jaxmem.config.names import LAYER_RANGE
 from jaxmem.config.peft import base_of, is_adapter, is_prompt
 from jaxmem.config.user import UserObjects
 from jaxmem.data.chat_template import template_in
-from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.distributed.agree import any_process
 from jaxmem.errors import UserError, one_of
 from jaxmem.hf.peft import add_adapters, read_base
@@ -98,16 +97,6 @@ def model_config(directory: str | Path, overrides: Sequence[str] = ()) -> Config
         f"{directory} is neither a run (no config.yaml) nor a Hugging Face model (no config.json); use a directory "
         "that `jaxmem train` wrote, or a directory with config.json and *.safetensors"
     )
-
-
-def tokenizer_of(program: Program) -> Tokenizer:
-    name = program.cfg.data.tokenizer
-    vocab = getattr(program.cfg.model, "vocab", 0)
-    tokenizer = tokenizer_for(name)
-    if tokenizer.vocab_size > vocab:
-        tokens = f"{tokenizer.vocab_size} tokens, more than model.vocab={vocab}"
-        raise UserError(f"data.tokenizer={name} has {tokens}; use the tokenizer of the model")
-    return tokenizer
 
 
 def _hf_config(directory: Path) -> JsonDict:
