@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
-from typing import Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from jaxmem.data.record_order import RecordOrder, records_of_epochs
 from jaxmem.data.records import Document
 from jaxmem.distributed.agree import gather
 from jaxmem.errors import UserError
+
+if TYPE_CHECKING:
+    from grain import DatasetIterator
 
 BUILT_AHEAD = 2  # batches, in addition to the one being built
 
@@ -55,15 +58,6 @@ class Shards:
         """The number of a row among the rows of its shard, row-major over [accumulate, columns]."""
         micro_batch, column = divmod(row, self.width)
         return micro_batch * self.columns + column % self.columns
-
-
-class Batches(Protocol):
-    """grain's iterator of (whether any row has data, batch)."""
-
-    def __next__(self) -> tuple[bool, Batch]: ...
-    def get_state(self) -> Position: ...
-    def set_state(self, state: Position, /) -> None: ...
-    def close(self) -> None: ...
 
 
 class Loader(AbstractContextManager["Loader"]):
@@ -94,8 +88,7 @@ class Loader(AbstractContextManager["Loader"]):
         self._split = split
         self._shards = self._choose_shards()
         self._ends = split != "train" or cfg.data.epochs is not None
-        self._open = [_built_ahead(self._build())]  # a list, which `_stop` empties without a reference to the loader
-        self._stop = weakref.finalize(self, _close, self._open)  # grain's destructor would fail while Python exits
+        self._begin()
         self._start = self._batches.get_state()
 
     def _choose_shards(self) -> Shards | None:
@@ -112,6 +105,14 @@ class Loader(AbstractContextManager["Loader"]):
         has_own_shard = is_share and self._columns // count <= files
         counts = set(gather(self._columns // count if has_own_shard else 1))
         return Shards(counts.pop() if len(counts) == 1 else 1, self._columns)
+
+    def _begin(self) -> None:
+        """Builds batches in a thread, from the beginning."""
+        from grain.experimental import ThreadPrefetchDatasetIterator
+
+        # Pairs of (whether any row has data, batch).
+        self._batches: DatasetIterator[tuple[bool, Batch]] = ThreadPrefetchDatasetIterator(self._build(), BUILT_AHEAD)
+        self._stop = weakref.finalize(self, self._batches.close)  # grain's destructor would fail while Python exits
 
     def _build(self) -> Rows:
         """The batches of this process, from the beginning."""
@@ -166,12 +167,6 @@ class Loader(AbstractContextManager["Loader"]):
             )
         return total
 
-    @property
-    def _batches(self) -> Batches:
-        if not self._open:
-            raise ValueError("the loader is closed")
-        return self._open[0]
-
     def __iter__(self) -> Self:
         return self
 
@@ -209,8 +204,8 @@ class Loader(AbstractContextManager["Loader"]):
         shards = Shards(*state["shards"]) if "shards" in state else None
         if shards != self._shards:
             self._shards = shards
-            self._open[0].close()
-            self._open[0] = _built_ahead(self._build())
+            self._stop()
+            self._begin()
         self._batches.set_state(state)
 
     def has_ended(self) -> bool:
@@ -232,17 +227,6 @@ class Loader(AbstractContextManager["Loader"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _built_ahead(rows: Rows) -> Batches:
-    from grain.experimental import ThreadPrefetchDatasetIterator
-
-    return ThreadPrefetchDatasetIterator(rows, BUILT_AHEAD)
-
-
-def _close(batches: list[Batches]) -> None:
-    while batches:
-        batches.pop().close()
 
 
 def _streamed(cfg: Config, corpus: Corpus, shard: tuple[int, int]) -> OrderedRecords:

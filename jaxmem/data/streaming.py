@@ -12,7 +12,6 @@ The number of records of a file is known when the file has been read. The positi
 resumes opens only the files that it reads next. Evaluation reads the held-out share of the first file.
 """
 
-import tempfile
 import threading
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -61,7 +60,7 @@ class StreamedFiles(RecordSource):
         self._fetched: dict[int, Future[Path]] = {}
         self._lock = threading.RLock()
         self._fetcher = ThreadPoolExecutor(1, "fetch")
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._directory = files.new_directory() if isinstance(files, DatasetFiles) else None
 
     def documents(self, index: FileRecord) -> Sequence[Document]:  # type: ignore[override]
         file, record = index
@@ -77,15 +76,12 @@ class StreamedFiles(RecordSource):
         """Starts to fetch a file, unless it is here."""
         with self._lock:
             if file not in self._fetched:
-                if isinstance(self._files, DatasetFiles) and self._directory is None:
-                    self._directory = self._files.new_directory()
                 self._fetched[file] = self._fetcher.submit(self._path, file)
 
     def _path(self, file: int) -> Path:
-        if not isinstance(self._files, DatasetFiles):
-            return self._files[file]
-        assert self._directory is not None
-        return self._files.fetch(self._files.names[file], self._directory.name)
+        if self._directory is None or not isinstance(self._files, DatasetFiles):
+            return Path(self.names[file])
+        return self._files.fetch(self.names[file], self._directory.name)
 
     def open(self, file: int) -> RecordSource | None:
         """The records of a file; None if it is empty."""

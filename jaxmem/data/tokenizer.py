@@ -209,8 +209,8 @@ def tokenizer_for(name: str, vocab: int | None = None) -> Tokenizer:
     tokenizer = Bytes() if name == "bytes" else FileTokenizer(name)
     if vocab is not None and tokenizer.vocab_size > vocab:
         raise UserError(
-            f"data.tokenizer={name} has {tokenizer.vocab_size} tokens, more than model.vocab={vocab}; use the tokenizer"
-            f" of the model, or model.vocab={tokenizer.vocab_size} or more"
+            f"data.tokenizer={name} has {tokenizer.vocab_size} tokens, more than model.vocab={vocab}; use"
+            f" model.vocab={tokenizer.vocab_size} or more, or the tokenizer of the model"
         )
     return tokenizer
 

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
@@ -315,7 +316,7 @@ def take_quantized(
                 parts[end] = part
                 _check_part(part, *expected)
         redundant = {end: part for end in REDUNDANT if (part := tensors.entries.pop(module + end, None)) is not None}
-        readers[name] = _reader(tensors, layout, parts, redundant)
+        readers[name] = partial(_read, tensors, layout, parts, redundant)
     return readers
 
 
@@ -326,16 +327,13 @@ def _check_part(part: TensorEntry, shape: tuple[int, ...], dtypes: tuple[str, ..
         raise UserError(f"{part.file}: {part.name} is {given}, but config.json requires {expected}; {REMEDY}")
 
 
-def _reader(
+def _read(
     tensors: Tensors, layout: Layout, parts: Mapping[str, TensorEntry], redundant: Mapping[str, TensorEntry]
-) -> Callable[[], Encoded]:
-    def read() -> Encoded:
-        arrays = {end: tensors.read_entry(entry) for end, entry in parts.items()}
-        try:
-            layout.prepare(arrays, {end: tensors.read_entry(entry) for end, entry in redundant.items()})
-        except ValueError as error:
-            codes = next(iter(parts.values()))
-            raise UserError(f"{codes.file}: {codes.name}: {error}; {REMEDY}") from None
-        return Encoded(arrays, layout)
-
-    return read
+) -> Encoded:
+    arrays = {end: tensors.read_entry(entry) for end, entry in parts.items()}
+    try:
+        layout.prepare(arrays, {end: tensors.read_entry(entry) for end, entry in redundant.items()})
+    except ValueError as error:
+        codes = next(iter(parts.values()))
+        raise UserError(f"{codes.file}: {codes.name}: {error}; {REMEDY}") from None
+    return Encoded(arrays, layout)
