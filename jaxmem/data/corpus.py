@@ -18,7 +18,7 @@ from jaxmem.data.chat_forms import ANSWERS, LISTS
 from jaxmem.data.chat_template import template_for
 from jaxmem.data.files import file_size, find_files
 from jaxmem.data.jsonl import read_objects
-from jaxmem.data.record_order import RecordOrder, held_out_order, training_order
+from jaxmem.data.record_order import RecordOrder, training_order
 from jaxmem.data.records import Document, RecordCounts, RecordIndex, RecordSource
 from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.errors import UserError, results_of
@@ -105,7 +105,7 @@ class Corpus:
             self.check()  # a file with a single record is often one of another form
         weights = [source.weight for source in self._sections]
         if split == "held_out":
-            return held_out_order(counts, weights, held_out=data.held_out)
+            return RecordOrder.of_held_out(counts, weights, data.held_out)
         is_training = split == "train"
         return training_order(
             counts,

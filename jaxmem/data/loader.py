@@ -24,7 +24,7 @@ import numpy as np
 from jaxmem.config.sections import Config
 from jaxmem.data.corpus import Corpus, Split
 from jaxmem.data.packing import Batch, OrderedRecords, Position, Rows, RowStream, TextRows
-from jaxmem.data.record_order import RecordOrder, records_of_epochs
+from jaxmem.data.record_order import RecordOrder
 from jaxmem.data.records import Document
 from jaxmem.distributed.agree import gather
 from jaxmem.errors import UserError
@@ -125,8 +125,10 @@ class Loader(AbstractContextManager["Loader"]):
             [images] = self.corpus.sources
             order = self.corpus.order(self._split)
             return ImageRows(self._cfg, images, order, rows, self._records_to_read(order))
+        for stream in self.corpus.sources if self._shards else ():
+            stream.used.clear()
         shards = self._shards or Shards(1, self._columns)
-        records = self._records(shards.count, np.unique(shards.shard_of(rows)).tolist())
+        records = {shard: self._records(shard, shards.count) for shard in np.unique(shards.shard_of(rows)).tolist()}
         stride = self._cfg.batch.global_size // shards.count
         most = data.documents_per_row if data.packing else None
         is_mixture = len(self.corpus.sources) > 1
@@ -136,29 +138,26 @@ class Loader(AbstractContextManager["Loader"]):
         ]
         return TextRows(streams, rows, data.sequence_length)
 
-    def _records(self, count: int, shards: Sequence[int]) -> dict[int, OrderedRecords]:
-        """The records of some of `count` shards of the files, by the number of the shard."""
+    def _records(self, shard: int, count: int) -> OrderedRecords:
+        """The records of one of `count` shards of the files."""
         cfg = self._cfg
         corpus = self.corpus
-        if self._shards is None:
-            order = corpus.order(self._split)
-            total = self._records_to_read(order)
-            records = OrderedRecords(
-                documents=lambda place: corpus.documents(*order[place]),
-                has=lambda place: place < total,
-                per_record=corpus.sources[0].documents_per_record,
-                references=(lambda place: corpus.reference(order[place][1])) if cfg.objective.name == "dpo" else None,
-            )
-            return {0: records}
-        for stream in corpus.sources:
-            stream.used.clear()
-        return {shard: _streamed(cfg, corpus, (shard, count)) for shard in shards}
+        if self._shards is not None:
+            return _streamed(cfg, corpus, (shard, count))
+        order = corpus.order(self._split)
+        total = self._records_to_read(order)
+        return OrderedRecords(
+            documents=lambda place: corpus.documents(*order[place]),
+            has=lambda place: place < total,
+            per_record=corpus.sources[0].documents_per_record,
+            references=(lambda place: corpus.reference(order[place][1])) if cfg.objective.name == "dpo" else None,
+        )
 
     def _records_to_read(self, order: RecordOrder) -> int:
         """The number of records until the split ends."""
         is_train = self._split == "train"
         epochs = self._cfg.data.epochs if is_train else 1
-        total = records_of_epochs(order, epochs) if epochs is not None else sys.maxsize
+        total = order.records(epochs) if epochs is not None else sys.maxsize
         size = self._cfg.batch.global_size
         if is_train and total * self.corpus.sources[0].documents_per_record < size:
             raise UserError(

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -23,11 +22,11 @@ from jaxmem.errors import UserError
 Record = tuple[int, int]  # source, record of it
 
 
-class RecordOrder(Protocol):
-    """An endless order of records; its length is an epoch."""
+class SourceOrder(Protocol):
+    """An endless order of the records of one source; its length is an epoch."""
 
     def __len__(self) -> int: ...
-    def __getitem__(self, place: int, /) -> tuple[int, Any]: ...  # source, record of it
+    def __getitem__(self, place: int, /) -> Record: ...
 
 
 MAX_TABLE_RECORDS = 2**16  # that a table shuffles; grain's cipher, used for more records, is slow for few
@@ -170,29 +169,38 @@ class WeightedSelection:
         raise AssertionError("unreachable: the last source provides every record that no other source provides")
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """The order of the records of several sources. `parts`: the order of the records within each source."""
+class RecordOrder:
+    """An endless order of the records of all sources; its length is the records until a source begins again.
+    `parts`: the order within each source."""
 
-    parts: Sequence[RecordOrder]
-    selection: WeightedSelection
+    def __init__(self, parts: Sequence[SourceOrder], weights: Sequence[float]) -> None:
+        self._parts = parts
+        self._selection = WeightedSelection(weights)
+        self._length = self.records(1)
+
+    @classmethod
+    def of_held_out(cls, counts: Sequence[int], weights: Sequence[float], share: float) -> Self:
+        """The order of the held-out records, which is not repeated. `counts`: the records of each source."""
+        if not share:
+            raise UserError("data.held_out=0 leaves no record for evaluation; use e.g. data.held_out=0.02")
+        parts = [_HeldOutRecords(source, held_out_records(count, share)) for source, count in enumerate(counts)]
+        return cls(parts, weights)
 
     def __len__(self) -> int:
-        return self.records(1)
+        return self._length
 
-    def __getitem__(self, place: int) -> Record:
-        source, index = self.selection[place]
-        return self.parts[source][index]
+    def __getitem__(self, place: int) -> tuple[int, Any]:
+        source, index = self._selection[place]
+        return self._parts[source][index]
 
     def records(self, epochs: int) -> int:
-        """The number of records until a source would begin another epoch."""
-        most = [epochs * len(part) for part in self.parts]
-        return bisect_right(range(sum(most)), 0, key=lambda k: any(map(int.__gt__, self.selection.counts(k + 1), most)))
+        """The number of records until one would be read more often than `epochs` times."""
+        most = [epochs * len(part) for part in self._parts]
 
+        def exceeds(total: int) -> bool:
+            return any(map(int.__gt__, self._selection.counts(total + 1), most))
 
-def records_of_epochs(order: RecordOrder, epochs: int) -> int:
-    """The number of records until one would be read more often than `epochs` times."""
-    return order.records(epochs) if isinstance(order, Mixture) else epochs * len(order)
+        return bisect_right(range(sum(most)), 0, key=exceeds)
 
 
 def round_half_up(numerator: int, denominator: int) -> int:
@@ -246,16 +254,4 @@ def training_order(
         elif shuffle:
             raise UserError(f"data.shuffle supports at most 2^32 records, not {len(training)}; use data.shuffle=false")
         parts.append(part)
-    return _mixture(parts, weights)
-
-
-def held_out_order(counts: Sequence[int], weights: Sequence[float], *, held_out: float) -> RecordOrder:
-    """The order of the held-out records."""
-    if not held_out:
-        raise UserError("data.held_out=0 leaves no record for evaluation; use e.g. data.held_out=0.02")
-    parts = [_HeldOutRecords(source, held_out_records(count, held_out)) for source, count in enumerate(counts)]
-    return _mixture(parts, weights)
-
-
-def _mixture(parts: Sequence[RecordOrder], weights: Sequence[float]) -> RecordOrder:
-    return parts[0] if len(parts) == 1 else Mixture(parts, WeightedSelection(weights))
+    return RecordOrder(parts, weights)

@@ -15,8 +15,8 @@ import numpy as np
 
 from jaxmem.config.sections import Config
 from jaxmem.data.corpus import Corpus, Split
-from jaxmem.data.loader import Loader, Position
-from jaxmem.data.packing import Batch
+from jaxmem.data.loader import Loader
+from jaxmem.data.packing import Batch, Position
 from jaxmem.errors import UserError
 from jaxmem.step.batches import batch_spec
 

@@ -16,6 +16,7 @@ from jaxmem.config.gguf import GgufTensor, read_gguf
 from jaxmem.config.hf_modules import CONCATENATED, names_of
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hugging_face import decoder_fields, family_of
+from jaxmem.errors import UserError
 
 if TYPE_CHECKING:
     from gguf import TensorNameMap

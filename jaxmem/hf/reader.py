@@ -223,7 +223,8 @@ def _as_spec(x: FileArray, is_transposed: bool, spec: Spec) -> Tree:
         is_transposed = False
     if isinstance(x, QTensor) and isinstance(spec, QTensor):
         x = dataclasses.replace(x, dtype=spec.dtype)
-        if jax.tree.structure(x) == jax.tree.structure(spec):
+        structures: list[Any] = [jax.tree.structure(tree) for tree in (x, spec)]
+        if structures[0] == structures[1]:
             return x
     full = x.dequantize(jnp.float32) if isinstance(x, QTensor) else x
     full = full.T if is_transposed else full

@@ -127,17 +127,8 @@ def _is_expert(weight: FileWeight) -> bool:
 def model_tensors(
     model: Decoder, dtype: str, indices: Sequence[int] | None = None, *, keeps_mxfp4: bool = False
 ) -> list[OutputTensor]:
-    """The tensors of a model, adapters merged.
-
-    Args:
-        model: The model.
-        dtype: The dtype of the tensors.
-        indices: The position of each layer in a stack; None: in order.
-        keeps_mxfp4: Whether experts are written as they are stored.
-
-    Returns:
-        The tensors, whose values are read when they are written.
-    """
+    """The tensors of a model, adapters merged. `indices`: the position of each layer in a stack, by default in order;
+    `keeps_mxfp4`: whether experts are written as they are stored."""
     params = base_of(nnx.to_pure_dict(nnx.state(model)))
     adapters = _adapters(model)
     if model.prompt is not None:

@@ -43,7 +43,7 @@ class TextGenerator:
         program, params = open_model(directory, overrides)
         self._generate = Generator(program, params, sampling)
         self._conversation = Conversation(self._generate)
-        self._tokenizer = tokenizer_for(program.cfg.data.tokenizer, program.cfg.model.vocab)
+        self._tokenizer = tokenizer_for(program.cfg.data.tokenizer, getattr(program.cfg.model, "vocab", None))
         self._template_file = program.cfg.data.chat_template
         self._tokens = tokens
         self._stops = tuple(stop for stop in stops if stop)
