@@ -68,6 +68,7 @@ class _TrainingRecords:
     def __init__(self, source: int, count: int, excluded: np.ndarray) -> None:
         self._source = source
         self._length = count - len(excluded)
+        self._excluded = excluded
         self._before = excluded - np.arange(len(excluded))  # the number of training records before each held-out record
 
     def __len__(self) -> int:
@@ -78,9 +79,8 @@ class _TrainingRecords:
 
     def block_lengths(self, blocks: np.ndarray) -> np.ndarray:
         """The number of training records in each of consecutive runs of records with these lengths."""
-        excluded = self._before + np.arange(len(self._before))
         ends = np.cumsum(blocks)
-        left = np.diff(ends - np.searchsorted(excluded, ends), prepend=0)
+        left = np.diff(ends - np.searchsorted(self._excluded, ends), prepend=0)
         return left[left > 0]
 
 

@@ -100,7 +100,7 @@ class LatentSlice:
 
 
 class GgufTensors:
-    """An opened file, with the methods of an opened file of the library `safetensors`."""
+    """An opened file, with those methods of an opened file of the library `safetensors` that read a model."""
 
     def __init__(self, file: Path) -> None:
         """`file`: in a directory with the config.json that `config.gguf` made from it."""
@@ -114,13 +114,6 @@ class GgufTensors:
 
     def get_slice(self, name: str) -> GgufSlice | LatentSlice:
         return self._slices[name]
-
-    def get_tensor(self, name: str) -> np.ndarray:
-        values = self._slices[name]
-        return values[(slice(None),) * len(values.get_shape())]
-
-    def metadata(self) -> dict[str, str]:
-        return {}
 
     def _modules(self, *, is_fused: bool) -> Iterator[str]:
         """The names of all modules and weights that `config.hf_modules` names. `is_fused`: of the matrices that several
@@ -137,9 +130,11 @@ class GgufTensors:
     def _named(self, modules: Iterator[str]) -> Iterator[tuple[str, GgufSlice | LatentSlice]]:
         """The tensors by their Hugging Face names; those that belong to no module, by the names in the file."""
         names = tensor_names(self._file.architecture, self._model.layers)
-        left = self._file.tensors.keys() - set(FACTORS)
+        tensors = self._file.tensors
+        left = tensors.keys() - set(FACTORS)
         for module in dict.fromkeys(modules):
             number = re.search(r"\.experts\.(\d+)\.", module)
+            expert = None if number is None else int(number[1])
             base = module if number is None else module.replace(number[0], ".experts.")
             # In gpt-oss, sinks and the weights of all experts are named without ".weight".
             is_parameter = self._model.attention_sinks and base.endswith(("sinks", *EXPERTS))
@@ -148,21 +143,18 @@ class GgufTensors:
                 leaves = ("bias",) if base.endswith("_bias") else ("weight",)
             for leaf in leaves:
                 in_file = f"{names.get_name(base.removesuffix('_bias'))}.{leaf}"
-                if in_file in self._file.tensors:
+                if in_file in tensors:
                     left.discard(in_file)
                     name = module if is_parameter else f"{module}.{leaf}"
-                    yield (
-                        name,
-                        self._slice(name, self._file.tensors[in_file], None if number is None else int(number[1])),
-                    )
+                    yield name, self._slice(name, tensors[in_file], expert)
             if base.endswith(KEYS_AND_VALUES):
                 parts = [names.get_name(f"{base.removesuffix(KEYS_AND_VALUES)}{part}_b_proj") for part in "kv"]
-                keys, values = (self._file.tensors.get(f"{part}.weight") for part in parts)
+                keys, values = (tensors.get(f"{part}.weight") for part in parts)
                 if keys is not None and values is not None and LatentSlice.can_join(keys.shape, values.shape):
                     left -= {f"{part}.weight" for part in parts}
                     yield f"{module}.weight", LatentSlice(keys, values)
         for name in left:
-            yield name, GgufSlice(self._file.tensors[name], self._file.tensors[name].shape)
+            yield name, GgufSlice(tensors[name], tensors[name].shape)
 
     def _slice(self, name: str, tensor: GgufTensor, expert: int | None) -> GgufSlice:
         model = self._model

@@ -30,13 +30,9 @@ from jaxmem.models.decoder import Decoder as Network
 from jaxmem.models.rope import frequencies
 from jaxmem.typing import JsonDict
 
-# Formats that the package writes: the name of the type of tensors, and the file type of a file whose matrices have it.
-GGUF_TYPES = {
-    "float32": ("F32", "ALL_F32"),
-    "float16": ("F16", "MOSTLY_F16"),
-    "bfloat16": ("BF16", "MOSTLY_BF16"),
-    **{name: (name.upper(), f"MOSTLY_{name.upper()}") for name in ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")},
-}
+# Formats that the package writes, and the names of their types of tensors.
+GGUF_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+GGUF_TYPES |= {name: name.upper() for name in ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")}
 BLOCK = 32  # values of a block in the formats of fewer than 16 bits
 K_QUANT = ("_k", "_k_s", "_k_m", "_k_l")
 UNSUPPORTED = (
@@ -88,10 +84,11 @@ def save_gguf(
         raise UserError(f"{file}: writing a GGUF file requires the package gguf: {INSTALL}") from None
     cfg = model.cfg
     architecture = _architecture(cfg)
+    file_type = "ALL_F32" if kind == "float32" else f"MOSTLY_{GGUF_TYPES[kind]}"
     opened_tokenizer = tokenizer_for(tokenizer, cfg.vocab)
     settings = {
         "general.name": file.stem,
-        "general.file_type": int(gguf.LlamaFileType[GGUF_TYPES[kind][1]]),
+        "general.file_type": int(gguf.LlamaFileType[file_type]),
         "general.quantization_version": gguf.GGML_QUANT_VERSION,
         **{f"{architecture}.{key}": value for key, value in _settings(cfg, architecture, length).items()},
         **_vocabulary(opened_tokenizer, tokenizer, cfg.vocab),
@@ -259,7 +256,7 @@ def _write(file: Path, architecture: str, settings: JsonDict, tensors: Sequence[
         value_type = GGUFValueType.UINT32 if type(value) is int else GGUFValueType.get_type(value)
         if value != []:  # the format has no empty lists
             writer.add_key_value(key, value, value_type)
-    stored_types = [GGMLQuantizationType[GGUF_TYPES[_stored_kind(tensor, kind)][0]] for tensor in tensors]
+    stored_types = [GGMLQuantizationType[GGUF_TYPES[_stored_kind(tensor, kind)]] for tensor in tensors]
     for tensor, stored_type in zip(tensors, stored_types, strict=True):
         block, nbytes = GGML_QUANT_SIZES[stored_type]
         size = math.prod(tensor.shape) // block * nbytes

@@ -115,21 +115,6 @@ def _per_tensor(weight: FileWeight, stack: Sequence[LowRank | None]) -> list[Low
     return [adapter for adapter in stack for _ in range(len(weight.tensors) // len(stack))]
 
 
-def _stacked(
-    path: WeightPath, array: Tree, name: str, experts: int | None, indices: Sequence[int] | None
-) -> FileWeight:
-    """A weight of an adapter. `experts`: the number of experts, if `array` is an A that they all share."""
-    is_matrix = path[-1] in ("a", "b")
-    if experts is None:
-        return FileWeight.of(path, array, name, is_matrix, indices)
-    weights = [
-        FileWeight.of(path, array, name.replace("experts.{}", f"experts.{n}"), is_matrix, indices)
-        for n in range(experts)
-    ]
-    layers = zip(*(weight.tensors for weight in weights), strict=True)
-    return replace(weights[0], tensors=tuple(tensor for layer in layers for tensor in layer))
-
-
 def _adapter_weights(params: Tree, stacks: LowRankStacks, indices: Sequence[int] | None) -> Iterator[FileWeight]:
     """The weights of the adapters of a decoder, without the weights of the base."""
     flat = flatten_dict(params)
@@ -141,9 +126,16 @@ def _adapter_weights(params: Tree, stacks: LowRankStacks, indices: Sequence[int]
             yield FileWeight.of(path, array, "prompt_embeddings", is_transposed=False)
         elif parent == "lora" and kind in LINEAR:
             file_name = f"{ADAPTER_PREFIX}{names[name]}.{(EMBEDDING if name == 'embedding' else LINEAR)[kind]}"
-            is_shared = kind == "a" and file_name.count("{}") > 1 and array.ndim == 3
-            experts = flat[(*path[:-1], "b")].shape[1] if is_shared else None
-            weight = _stacked(path, array, file_name, experts, stack_indices(name, flat, indices))
+            is_shared = kind == "a" and file_name.count("{}") > 1 and array.ndim == 3  # one A of all experts
+            if is_shared:
+                file_name = file_name.replace("experts.{}", "experts.#")
+            weight = FileWeight.of(path, array, file_name, kind in RANK_DIMS, stack_indices(name, flat, indices))
+            if is_shared:
+                experts = range(flat[(*path[:-1], "b")].shape[1])
+                of_experts = [
+                    tensor._replace(name=tensor.name.replace("#", str(n))) for tensor in weight.tensors for n in experts
+                ]
+                weight = replace(weight, tensors=tuple(of_experts))
             dim = RANK_DIMS.get(kind)
             tensors = []
             for tensor, adapter in zip(weight.tensors, _per_tensor(weight, stacks[name]), strict=True):
