@@ -81,11 +81,7 @@ class ColumnRows:
     def _decode(self, group: int) -> Any:
         """The table of a row group."""
         file, number = self._groups[group]
-        table = self._read(file, lambda opened: _decoded(opened, number))
-        if len(table) != self.blocks[group]:
-            problem = f"row group {number} contains {len(table)} rows, not {self.blocks[group]} as stated"
-            raise UserError(f"{self._paths[file]}: {problem}; copy the file again")
-        return table
+        return self._read(file, lambda opened: _decoded(opened, number))
 
     def _read(self, file: int, read: Callable[[Any], Any]) -> Any:
         try:
@@ -152,7 +148,10 @@ def _decoded(file: _RowGroups, group: int) -> Any:
         for column in batch.columns:  # refuses offsets and lengths outside of the buffers
             column.view(_without_encoding(column.type)).validate(full=True)
         batches.append(batch)
-    return arrow.Table.from_batches(batches, batches[0].schema if batches else file.schema)
+    table = arrow.Table.from_batches(batches, batches[0].schema if batches else file.schema)
+    if len(table) != file.lengths[group]:
+        raise arrow.ArrowInvalid(f"row group {group} contains {len(table)} rows, not {file.lengths[group]} as stated")
+    return table
 
 
 def _without_encoding(kind: Any) -> Any:

@@ -1,7 +1,7 @@
 """Documents that are lines of JSON: `{"text": "..."}`, one document per line.
 
 One pass over the files at the speed of the disk finds the lines; a line is parsed when its record is read. The index
-contains one line per 16 KiB of file: 10 GB need about 15 MB of memory for any length of lines. Reading a record reads
+contains one line per 16 KiB of file: 10 GB need about 20 MB of memory for any length of lines. Reading a record reads
 the 16 KiB around it.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxmem.config.sections import COLUMNS
 from jaxmem.data.columns import ColumnRows
-from jaxmem.data.files import OpenFiles, file_size, locate
+from jaxmem.data.files import OpenFiles, file_size
 from jaxmem.data.records import DocumentPiece, EmptyDataError, InvalidRecordError, RecordSource, TokenizedText
 from jaxmem.errors import UserError, as_yaml
 from jaxmem.typing import JsonDict
@@ -35,19 +35,22 @@ class Lines:
     blocks = None
 
     def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        self._sizes = [file_size(path) for path in paths]
         self._files = OpenFiles()
-        self._indexes = [_LineIndex(path, self._files) for path in paths]
-        self._ends = np.cumsum([index.records for index in self._indexes], dtype=np.int64)
-        if not self._ends[-1]:
+        self._length = 0
+        marks = []
+        for file in range(len(paths)):
+            marks_of_file, records = self._scan(file)
+            marks.append(marks_of_file + np.array([self._length, 0, 0, 0]))
+            self._length += records
+        if not self._length:
             raise EmptyDataError(paths)
+        # The first line of each block in which one begins: [record, file, line, offset].
+        self._marks = np.concatenate(marks)
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def _find(self, index: int) -> tuple[Path, int, bytes]:
-        """The file of a record, the number of its line from 1, and the line."""
-        file, record = locate(self._ends, index)
-        return self._indexes[file].path, *self._indexes[file].find(record)
+        return self._length
 
     def record(self, index: int) -> JsonDict:
         _, _, line = self._find(index)
@@ -56,11 +59,57 @@ class Lines:
         return parse_object(line)
 
     def where(self, index: int) -> str:
-        path, number, _ = self._find(index)
-        return f"{path}, line {number}"
+        file, number, _ = self._find(index)
+        return f"{self._paths[file]}, line {number + 1}"
 
     def close(self) -> None:
         self._files.close()
+
+    def _find(self, index: int) -> tuple[int, int, bytes]:
+        """The file of a record, the number of its line, and the line."""
+        mark = int(np.searchsorted(self._marks[:, 0], index, side="right")) - 1
+        first_record, file, first_line, start = self._marks[mark].tolist()
+        # The line starts within BLOCK_BYTES of the mark.
+        end = min(start + BLOCK_BYTES + MAX_LINE_BYTES + 1, self._sizes[file])
+        if mark + 1 < len(self._marks) and self._marks[mark + 1, 1] == file:
+            end = min(end, int(self._marks[mark + 1, 3]))
+        lines = self._files.read(self._paths[file], start, end).split(b"\n")
+        full = [number for number, line in enumerate(lines) if line not in (b"", b"\r")]
+        number = full[index - first_record]
+        return file, first_line + number, lines[number]
+
+    def _scan(self, file: int) -> tuple[np.ndarray, int]:
+        """The marks of a file, whose records are counted from 0, and the number of its records."""
+        size = self._sizes[file]
+        marks = [np.zeros((0, 4), np.int64)]
+        records = lines = line_start = 0
+        block = -1
+        last_byte = 0
+        for base in range(0, size, CHUNK_BYTES):
+            content = self._files.read(self._paths[file], base, min(base + CHUNK_BYTES, size))
+            chunk = np.frombuffer(content, np.uint8)
+            ends = np.flatnonzero(chunk == ord("\n"))
+            before = np.where(ends > 0, chunk[ends - 1], last_byte)  # the byte before the line's end
+            last_byte = int(chunk[-1])
+            ends += base
+            if base + len(chunk) == size and last_byte != ord("\n"):  # the last line has no line break
+                ends = np.append(ends, size)
+                before = np.append(before, last_byte)
+            if not len(ends):
+                continue
+            starts = np.concatenate(([line_start], ends[:-1] + 1))
+            lengths = ends - starts
+            full = np.flatnonzero((lengths > 1) | ((lengths == 1) & (before != ord("\r"))))
+            blocks = starts[full] // BLOCK_BYTES
+            is_first = np.diff(blocks, prepend=block) > 0
+            numbers = np.arange(records, records + len(full))
+            columns = (numbers, np.full(len(full), file), lines + full, starts[full])
+            marks.append(np.stack(columns, axis=1)[is_first])
+            records += len(full)
+            lines += len(ends)
+            line_start = int(ends[-1]) + 1
+            block = int(blocks[-1]) if len(blocks) else block
+        return np.concatenate(marks), records
 
 
 class JsonRecords(RecordSource):
@@ -146,57 +195,3 @@ def string_value(value: object, key: str) -> str:
     if not isinstance(value, str):
         raise InvalidRecordError(f"{key} must be a string, not {as_yaml(value)[:60]}")
     return value
-
-
-class _LineIndex:
-    """Where the lines of one file begin, without empty lines."""
-
-    def __init__(self, path: Path, files: OpenFiles) -> None:
-        self.path = path
-        self._files = files
-        self._size = file_size(path)
-        # The first line of each block that begins there: the numbers of the record and of the line, and the offset.
-        self._marks, self.records = self._scan()
-
-    def _scan(self) -> tuple[np.ndarray, int]:
-        """Marks [mark, 3], and the number of records."""
-        marks = [np.zeros((0, 3), np.int64)]
-        records = lines = line_start = 0
-        block = -1
-        last_byte = 0
-        for base in range(0, self._size, CHUNK_BYTES):
-            chunk = np.frombuffer(self._files.read(self.path, base, min(base + CHUNK_BYTES, self._size)), np.uint8)
-            ends = np.flatnonzero(chunk == ord("\n"))
-            before = np.where(ends > 0, chunk[ends - 1], last_byte)  # the byte before the line's end
-            last_byte = int(chunk[-1])
-            ends += base
-            if base + len(chunk) == self._size and last_byte != ord("\n"):  # the last line has no line break
-                ends = np.append(ends, self._size)
-                before = np.append(before, last_byte)
-            if not len(ends):
-                continue
-            starts = np.concatenate(([line_start], ends[:-1] + 1))
-            lengths = ends - starts
-            full = np.flatnonzero((lengths > 1) | ((lengths == 1) & (before != ord("\r"))))
-            blocks = starts[full] // BLOCK_BYTES
-            is_first = np.diff(blocks, prepend=block) > 0
-            numbers = np.arange(records, records + len(full))
-            marks.append(np.stack((numbers, lines + full, starts[full]), axis=1)[is_first])
-            records += len(full)
-            lines += len(ends)
-            line_start = int(ends[-1]) + 1
-            block = int(blocks[-1]) if len(blocks) else block
-        return np.concatenate(marks), records
-
-    def find(self, record: int) -> tuple[int, bytes]:
-        """The number of the line of a record, from 1, and the line."""
-        mark = int(np.searchsorted(self._marks[:, 0], record, side="right")) - 1
-        first_record, first_line, start = self._marks[mark].tolist()
-        # The line starts within BLOCK_BYTES of the mark.
-        end = min(start + BLOCK_BYTES + MAX_LINE_BYTES + 1, self._size)
-        if mark + 1 < len(self._marks):
-            end = min(end, int(self._marks[mark + 1, 2]))
-        lines = self._files.read(self.path, start, end).split(b"\n")
-        full = [number for number, line in enumerate(lines) if line not in (b"", b"\r")]
-        number = full[record - first_record]
-        return first_line + number + 1, lines[number]
