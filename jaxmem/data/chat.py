@@ -237,8 +237,8 @@ def _replaced(message: Message, placeholder: str, *, names: bool) -> Message:
         changed["content"] = placeholder
     if "tool_calls" in message:
         calls = message["tool_calls"]
-        said = {"arguments": {placeholder: placeholder}, **({"name": placeholder} if names else {})}
-        changed["tool_calls"] = [{**call, "function": {**call["function"], **said}} for call in calls]
+        placeholders = {"arguments": {placeholder: placeholder}, **({"name": placeholder} if names else {})}
+        changed["tool_calls"] = [{**call, "function": {**call["function"], **placeholders}} for call in calls]
     return changed
 
 

@@ -28,7 +28,8 @@ from jaxmem.errors import UserError, abridge
 from jaxmem.typing import JsonDict
 
 MAX_FILE_BYTES = 5 << 30  # bytes of values in a written file
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 MXFP4 = ("_blocks", "_scales")  # ends of the names of the two tensors of a matrix in MXFP4
 NAMES = {dtype: name for name, dtype in DTYPES.items()} | {np.dtype(np.uint8): "U8"}
@@ -117,7 +118,8 @@ class Tensors:
                 raise _wrong_shape(entry, full_shape, "config.json")
             del self.entries[name]
             for i, part in enumerate(parts):
-                start, step = (i, len(parts)) if how.is_interleaved else (sum(sizes[:i]), 1)
+                start = i if how.is_interleaved else sum(sizes[:i])
+                step = len(parts) if how.is_interleaved else 1
                 self.entries[part] = replace(entry, shape=shapes[part], dim=how.dim, start=start, step=step)
 
     def read(self, name: str, shape: Sequence[int], index: tuple[slice, ...]) -> np.ndarray:

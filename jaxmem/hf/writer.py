@@ -137,8 +137,10 @@ def model_tensors(
         raise UserError("--merge does not support adapter.lora_bias for layers without a bias; use --adapter")
     tensors = []
     for weight in decoder_weights(params, indices):
-        kept = keeps_mxfp4 and _is_expert(weight)
-        tensors += _mxfp4_tensors(weight) if kept else output_tensors([weight], dtype, adapters)
+        if keeps_mxfp4 and _is_expert(weight):
+            tensors += _mxfp4_tensors(weight)
+        else:
+            tensors += output_tensors([weight], dtype, adapters)
     return tensors
 
 
