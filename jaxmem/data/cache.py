@@ -75,7 +75,7 @@ def _dtype(vocab_size: int) -> np.dtype:
 
 def _read_meta(path: Path) -> JsonDict:
     file = path / "meta.json"
-    if not file.is_file():
+    if not file.exists():
         raise UserError(f"data.path={path}: not a token cache; write one with jaxmem tokenize")
     settings = read_json(file)
     try:
