@@ -13,18 +13,21 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
-from jaxmem.config.sections import SOURCES, Config, Data, Source
+from jaxmem.config.hf_values import UnsupportedError, read, read_json
+from jaxmem.config.sections import SOURCES, Config
 from jaxmem.data.corpus import open_source, sources_of
 from jaxmem.data.records import Document, RecordSource, TokenizedText
-from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
+from jaxmem.data.tokenizer import tokenizer_for
 from jaxmem.errors import UserError, one_of
-from jaxmem.machine.files import atomic_directory, read_file
+from jaxmem.machine.files import atomic_directory
 from jaxmem.typing import JsonDict
 
 FORMAT = 1  # version of the files of a token cache
+META = {"tokenizer": str, "made_with": str, "vocab_size": int, "records": int, "tokens": int}  # keys of meta.json
 BATCH_CHARACTERS = 1 << 20  # characters that are tokenized together
 
 
@@ -33,16 +36,15 @@ class TokenCache(RecordSource):
 
     noun = "records"
 
-    def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
-        super().__init__(paths, source, data, tokenizer)
-        assert source.path is not None
-        self.path = Path(source.path).expanduser()
+    def __post_init__(self) -> None:
+        assert self.source.path is not None
+        self.path = Path(self.source.path).expanduser()
         meta = _read_meta(self.path)
-        if meta["tokenizer"] != tokenizer.identity:
+        if meta["tokenizer"] != self.tokenizer.identity:
             raise UserError(
                 f"{self.path}: these tokens were made with data.tokenizer={meta['made_with']} ({meta['vocab_size']} "
-                f"tokens), not with the current tokenizer ({tokenizer.vocab_size} tokens); set data.tokenizer to the"
-                " former, or run jaxmem tokenize again"
+                f"tokens), not with the current tokenizer ({self.tokenizer.vocab_size} tokens); set data.tokenizer to"
+                " the former, or run jaxmem tokenize again"
             )
         self._ends = self._map("ends.bin", np.dtype(np.int64), meta["records"])
         self._tokens = self._map("tokens.bin", _dtype(meta["vocab_size"]), meta["tokens"])
@@ -72,20 +74,15 @@ def _dtype(vocab_size: int) -> np.dtype:
 
 
 def _read_meta(path: Path) -> JsonDict:
+    file = path / "meta.json"
+    if not file.exists():
+        raise UserError(f"data.path={path}: not a token cache; write one with jaxmem tokenize")
+    settings = read_json(file)
     try:
-        meta = json.loads(read_file(path / "meta.json", 1 << 20))
-        types = {"format": int, "tokenizer": str, "made_with": str, "vocab_size": int, "records": int, "tokens": int}
-        if wrong := [key for key, kind in types.items() if not isinstance(meta[key], kind)]:
-            raise ValueError(f"wrong type of {', '.join(wrong)}")
-    except OSError as error:
-        raise UserError(
-            f"data.path={path}: not a token cache ({error.strerror}); write one with jaxmem tokenize"
-        ) from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}/meta.json: damaged: {error}; run jaxmem tokenize again") from error
-    if meta["format"] != FORMAT:
-        raise UserError(f"{path}: format {meta['format']} is not supported, only {FORMAT}; run jaxmem tokenize again")
-    return dict(meta)
+        read(settings, "format", Literal[FORMAT])
+        return {key: read(settings, key, kind) for key, kind in META.items()}
+    except UnsupportedError as error:
+        raise UserError(f"{file}: {error}; run jaxmem tokenize again") from None
 
 
 def tokenize(

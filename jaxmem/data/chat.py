@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
+from functools import cached_property
 
 import numpy as np
 
-from jaxmem.config.sections import Data, Source
 from jaxmem.data.chat_forms import REASONING, Chat, chat_of, pair_of
 from jaxmem.data.chat_template import ChatTemplate, Message, Rendered, TemplateError, template_for
 from jaxmem.data.jsonl import JsonRecords, string_value
@@ -37,6 +35,10 @@ PAIR = ("chosen", "rejected")
 
 class ChatRecords(JsonRecords):
     """Records that are one or several documents, each at most a row long."""
+
+    @cached_property
+    def _encoder(self) -> ChatEncoder:  # opened when it is needed: pairs of texts need no template
+        return ChatEncoder(self.tokenizer, template_for(self.tokenizer, self.data.chat_template))
 
     def parse(self, record: JsonDict) -> Sequence[Document]:
         raise NotImplementedError
@@ -69,10 +71,6 @@ class Conversations(ChatRecords):
 
     noun = "conversations"
 
-    def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
-        super().__init__(paths, source, data, tokenizer)
-        self._encoder = ChatEncoder(tokenizer, template_for(tokenizer, data.chat_template))
-
     def parse(self, record: JsonDict) -> Sequence[Document]:
         return [self._encoder.document(chat_of(record))]
 
@@ -91,11 +89,7 @@ class Preferences(ChatRecords):
     noun = "pairs"
     documents_per_record = 2
 
-    def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
-        super().__init__(paths, source, data, tokenizer)
-        # Pairs of texts need no template.
-        self._encoder = cache(lambda: ChatEncoder(tokenizer, template_for(tokenizer, data.chat_template)))
-        self._last: tuple[int, Sequence[Document]] | None = None
+    _last: tuple[int, Sequence[Document]] | None = None
 
     def documents(self, index: int) -> Sequence[Document]:
         last = self._last  # read once: another loader may replace it meanwhile
@@ -105,7 +99,19 @@ class Preferences(ChatRecords):
         return last[1]
 
     def parse(self, record: JsonDict) -> Sequence[Document]:
-        return parse_pair(record, self.tokenizer, self._encoder)
+        """The two answers of a record, each after the prompt."""
+        if missing := [answer for answer in PAIR if answer not in record]:
+            raise InvalidRecordError(f"{' and '.join(missing)} missing; write both keys, chosen and rejected")
+        prompt = record.get("prompt")
+        if isinstance(prompt, str) and isinstance(record["chosen"], str):
+            return [self._document(prompt, string_value(record[answer], answer)) for answer in PAIR]
+        return [self._encoder.document(chat) for chat in pair_of(record)]
+
+    def _document(self, prompt: str, answer: str) -> Document:
+        tokenizer = self.tokenizer
+        before = np.array([*tokenizer.begin, *tokenizer.encode(prompt)], np.int32)
+        tokens = np.concatenate([before, tokenizer.encode(answer), np.array([tokenizer.end], np.int32)])
+        return Document(tokens, np.arange(len(tokens)) >= max(len(before), 1), is_indivisible=True)
 
 
 class ChatEncoder:
@@ -231,8 +237,8 @@ def _replaced(message: Message, placeholder: str, *, names: bool) -> Message:
         changed["content"] = placeholder
     if "tool_calls" in message:
         calls = message["tool_calls"]
-        said = {"arguments": {placeholder: placeholder}, **({"name": placeholder} if names else {})}
-        changed["tool_calls"] = [{**call, "function": {**call["function"], **said}} for call in calls]
+        placeholders = {"arguments": {placeholder: placeholder}, **({"name": placeholder} if names else {})}
+        changed["tool_calls"] = [{**call, "function": {**call["function"], **placeholders}} for call in calls]
     return changed
 
 
@@ -260,19 +266,3 @@ def end_of_answer(tokenizer: Tokenizer, template: ChatTemplate) -> frozenset[int
     after = text.partition(mark)[2].lstrip()
     longest_first = sorted(tokenizer.special, key=len, reverse=True)
     return frozenset([tokenizer.special[name] for name in longest_first if after.startswith(name)][:1])
-
-
-def parse_pair(record: JsonDict, tokenizer: Tokenizer, encoder: Callable[[], ChatEncoder]) -> Sequence[Document]:
-    """The two answers of a record, each after the prompt."""
-    if missing := [answer for answer in PAIR if answer not in record]:
-        raise InvalidRecordError(f"{' and '.join(missing)} missing; write both keys, chosen and rejected")
-    prompt = record.get("prompt")
-    if isinstance(prompt, str) and isinstance(record["chosen"], str):
-        return [_document(tokenizer, prompt, string_value(record[answer], answer)) for answer in PAIR]
-    return [encoder().document(chat) for chat in pair_of(record)]
-
-
-def _document(tokenizer: Tokenizer, prompt: str, answer: str) -> Document:
-    before = np.array([*tokenizer.begin, *tokenizer.encode(prompt)], np.int32)
-    tokens = np.concatenate([before, tokenizer.encode(answer), np.array([tokenizer.end], np.int32)])
-    return Document(tokens, np.arange(len(tokens)) >= max(len(before), 1), is_indivisible=True)

@@ -142,20 +142,20 @@ def template_for(tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate:
     if place is not None:
         present = [place / name for name in TOKEN_FILES if (place / name).is_file()]
         settings = {key: value for path in present for key, value in read_json(path).items()}
-    path = Path(file).expanduser() if file is not None else place / CHAT_TEMPLATE if place is not None else None
-    is_settings = path is not None and path.suffix == ".json"
-    if path is not None and is_settings:
-        settings |= {"chat_template": None} | read_json(path)
-    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in settings.items()}
-    tokens = {key: text for key, text in texts.items() if key.endswith("_token") and text and isinstance(text, str)}
-    if path is not None and not is_settings and (file is not None or path.is_file()):
-        return ChatTemplate(_read(path), str(file or path), tokens)
+        if file is None and (place / CHAT_TEMPLATE).is_file():
+            file = str(place / CHAT_TEMPLATE)
+    if file is not None and file.endswith(".json"):
+        settings |= {"chat_template": None} | read_json(Path(file).expanduser())
+    elif file is not None:
+        settings["chat_template"] = _read(Path(file).expanduser())
     source = template_in(settings)
     if source is None:
         where = f"{place} has no {CHAT_TEMPLATE} and no chat_template in tokenizer_config.json"
-        where = f"{path} has none" if is_settings else where if place else "data.tokenizer=bytes has none"
+        where = f"{file} has none" if file else where if place else "data.tokenizer=bytes has none"
         raise UserError(f"data.tokenizer has no chat template ({where}); set data.chat_template to a Jinja file")
-    return ChatTemplate(source, str(path) if is_settings else f"{place}/tokenizer_config.json", tokens)
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in settings.items()}
+    tokens = {key: text for key, text in texts.items() if key.endswith("_token") and text and isinstance(text, str)}
+    return ChatTemplate(source, file or f"{place}/tokenizer_config.json", tokens)
 
 
 def _read(file: Path) -> str:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmem.data.files import locate
 from jaxmem.data.records import EmptyDataError, InvalidRecordError
 from jaxmem.errors import UserError, nearest
 from jaxmem.typing import JsonDict
@@ -57,7 +58,7 @@ class ColumnRows:
         """A row. Values that JSON does not have, such as dates, are text; bytes that are not text are null. Fields of
         objects that are null are left out: all objects of a column have the same fields, so a field that an object
         lacks is null in the file."""
-        group, row = self._find(index)
+        group, row = locate(self._ends, index)
         with self._lock:
             table = self.decoded(group).slice(row, 1)
         if table.nbytes > MAX_ROW_BYTES:
@@ -69,7 +70,7 @@ class ColumnRows:
         return {name: _without_nulls(value) for name, value in json.loads(json.dumps(values, default=_text)).items()}
 
     def where(self, index: int) -> str:
-        group, row = self._find(index)
+        group, row = locate(self._ends, index)
         file, number = self._groups[group]
         return f"{self._paths[file]}, row group {number}, row {row}"
 
@@ -77,28 +78,18 @@ class ColumnRows:
         self.decoded.cache_clear()
         self._opened.cache_clear()
 
-    def _find(self, index: int) -> tuple[int, int]:
-        group = int(np.searchsorted(self._ends, index, side="right"))
-        return group, index - int(self._ends[group] - self.blocks[group])
-
     def _decode(self, group: int) -> Any:
         """The table of a row group."""
         file, number = self._groups[group]
-        table = self._read(file, lambda opened: _decoded(opened, number))
-        if len(table) != self.blocks[group]:
-            stated = f"row group {number} contains {len(table)} rows, not {self.blocks[group]} as stated"
-            raise UserError(f"{self._paths[file]}: {stated}; copy the file again")
-        return table
+        return self._read(file, lambda opened: _decoded(opened, number))
 
     def _read(self, file: int, read: Callable[[Any], Any]) -> Any:
-        path = self._paths[file]
         try:
             return read(self._opened(file))
         except (OSError, ValueError, _pyarrow().ArrowException) as error:
-            is_parquet = path.suffix.lower() == ".parquet"
-            known = is_parquet or path.suffix.lower() == ".arrow"
-            use = "copy it again" if known else "set data.source to the format of the file"
-            kind = "parquet" if is_parquet else "arrow"
+            path = self._paths[file]
+            kind = "parquet" if path.suffix.lower() == ".parquet" else "arrow"
+            use = "copy it again, or set data.source to the format of the file"
             raise UserError(f"{path}: not a valid {kind} file: {error}; {use}") from error
 
     def _open(self, file: int) -> "_RowGroups":
@@ -152,14 +143,15 @@ def _decoded(file: _RowGroups, group: int) -> Any:
     batches = []
     for batch in file.decode(group):
         if arrow.total_allocated_bytes() - before > MAX_DECODED_BYTES:
-            limit = f"{MAX_DECODED_BYTES >> 30} GiB"
-            raise arrow.ArrowInvalid(
-                f"row group {group} needs more memory than the limit of {limit} when it is decoded"
-            )
+            limit = f"the limit of {MAX_DECODED_BYTES >> 30} GiB"
+            raise arrow.ArrowInvalid(f"row group {group} needs more memory than {limit} when it is decoded")
         for column in batch.columns:  # refuses offsets and lengths outside of the buffers
             column.view(_without_encoding(column.type)).validate(full=True)
         batches.append(batch)
-    return arrow.Table.from_batches(batches, batches[0].schema if batches else file.schema)
+    table = arrow.Table.from_batches(batches, batches[0].schema if batches else file.schema)
+    if len(table) != file.lengths[group]:
+        raise arrow.ArrowInvalid(f"row group {group} contains {len(table)} rows, not {file.lengths[group]} as stated")
+    return table
 
 
 def _without_encoding(kind: Any) -> Any:

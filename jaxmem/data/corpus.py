@@ -2,13 +2,11 @@
 
 import hashlib
 import importlib
-import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
-from functools import partial, reduce
-from itertools import starmap
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,11 +14,11 @@ import numpy as np
 
 from jaxmem.config.hub import dataset_files, is_dataset
 from jaxmem.config.sections import SOURCES, Config, Data, Source
-from jaxmem.data import record_order
 from jaxmem.data.chat_forms import ANSWERS, LISTS
 from jaxmem.data.chat_template import template_for
 from jaxmem.data.files import file_size, find_files
 from jaxmem.data.jsonl import read_objects
+from jaxmem.data.record_order import RecordOrder, training_order
 from jaxmem.data.records import Document, RecordCounts, RecordIndex, RecordSource
 from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.errors import UserError, results_of
@@ -41,13 +39,7 @@ class Corpus:
     def __init__(self, cfg: Config) -> None:
         self._cfg = cfg
         self._sections: Sequence[Source] = sources_of(cfg.data)
-        self.tokenizer = tokenizer_for(cfg.data.tokenizer)
-        vocab = getattr(cfg.model, "vocab", 0)
-        if vocab and self.tokenizer.vocab_size > vocab:
-            raise UserError(
-                f"data.tokenizer={cfg.data.tokenizer} has {self.tokenizer.vocab_size} tokens, more than "
-                f"model.vocab={vocab}; use model.vocab={self.tokenizer.vocab_size} or more"
-            )
+        self.tokenizer = tokenizer_for(cfg.data.tokenizer, getattr(cfg.model, "vocab", None))
         opened = open_stream if cfg.data.streaming else open_source
         calls: list[Callable[[], Any]] = [
             partial(opened, source, cfg.data, self.tokenizer) for source in self._sections
@@ -94,13 +86,14 @@ class Corpus:
         """One line for each source with records that were cut, dropped or skipped. `gather` returns the values of all
         processes, whose counts are added up; `rows`: those of this process, since processes with the same rows read the
         same records."""
-        read = gather([list(rows), [astuple(source.counts) for source in self.sources]])
-        by_rows = {tuple(rows_read): counts for rows_read, counts in read}
-        of_sources = zip(*by_rows.values(), strict=True)
-        totals = (reduce(operator.add, starmap(RecordCounts, of_source)) for of_source in of_sources)
-        return [line for total in totals if (line := str(total))]
+        counts = [astuple(source.counts)[1:] for source in self.sources]
+        by_rows = {tuple(rows_read): counts_read for rows_read, counts_read in gather([list(rows), counts])}
+        totals = np.sum(list(by_rows.values()), axis=0)  # [source, count]
+        kinds = [source.counts.kind for source in self.sources]
+        lines = [str(RecordCounts(kind, *total)) for kind, total in zip(kinds, totals, strict=True)]
+        return [line for line in lines if line]
 
-    def order(self, split: Split) -> record_order.RecordOrder:
+    def order(self, split: Split) -> RecordOrder:
         """The split's records in their order."""
         data = self._cfg.data
         if data.streaming:
@@ -112,13 +105,15 @@ class Corpus:
             self.check()  # a file with a single record is often one of another form
         weights = [source.weight for source in self._sections]
         if split == "held_out":
-            return record_order.held_out_order(counts, weights, held_out=data.held_out)
-        if split == "all":
-            blocks: list[np.ndarray | None] = [None] * len(counts)
-            return record_order.training_order(counts, weights, blocks, held_out=0.0, seed=0, shuffle=False)
-        blocks = [source.blocks for source in self.sources]
-        return record_order.training_order(
-            counts, weights, blocks, held_out=data.held_out, seed=self._cfg.seed, shuffle=data.shuffle
+            return RecordOrder.of_held_out(counts, weights, data.held_out)
+        is_training = split == "train"
+        return training_order(
+            counts,
+            weights,
+            [source.blocks for source in self.sources],
+            held_out=data.held_out if is_training else 0.0,
+            seed=self._cfg.seed,
+            shuffle=data.shuffle and is_training,
         )
 
     def close(self) -> None:
@@ -142,8 +137,6 @@ def fingerprint(cfg: Config) -> str:
         contents = {source.kind.contents for source in sources_of(cfg.data)}
         has_template = cfg.data.chat_template or cfg.data.tokenizer != "bytes"  # pairs of texts need no template
         if "chat" in contents or ("pairs" in contents and has_template):
-            from jaxmem.data.chat_template import template_for
-
             digest.update(template_for(tokenizer, cfg.data.chat_template).identity.encode())
     for source in sources_of(cfg.data):
         if cfg.data.streaming and source.path is not None and is_dataset(source.path):

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
+
 from jaxmem.config.hub import fetched_files, is_dataset, refuse_splits
 from jaxmem.errors import UserError, nearest, one_of
 
@@ -71,6 +73,16 @@ def file_size(path: Path) -> int:
         return path.stat().st_size
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def locate(ends: np.ndarray, index: int) -> tuple[int, int]:
+    """The part that contains an index of concatenated parts, and the index within the part. `ends`: of the parts.
+
+    >>> locate(np.array([3, 5]), 4)
+    (1, 1)
+    """
+    part = int(np.searchsorted(ends, index, side="right"))
+    return part, index - (int(ends[part - 1]) if part else 0)
 
 
 def character_start(data: bytes, cut: int) -> int:

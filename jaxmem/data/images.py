@@ -1,7 +1,6 @@
 """Batches of images, and images in a directory of classes: PATH/CLASS/*.png. Each image is one record and one row of a
 batch; `mask` is 0 for rows without an image at the end of a split."""
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +8,10 @@ from pathlib import Path
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxmem.config.sections import Config, Data, Source
+from jaxmem.config.sections import Config
 from jaxmem.data.packing import Batch, Position, Rows
 from jaxmem.data.record_order import RecordOrder
 from jaxmem.data.records import RecordSource
-from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError, abridge, one_of
 from jaxmem.step.batches import batch_spec
 
@@ -46,9 +44,8 @@ class ImageFolder(ImageSource):
     """Image files below `data.path`. The class of an image is the name of its directory; classes are in the order of
     their names. Images are scaled to the shorter side and cropped at the center."""
 
-    def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
-        super().__init__(paths, source, data, tokenizer)
-        names = [path.parent.name for path in paths]
+    def __post_init__(self) -> None:
+        names = [path.parent.name for path in self.paths]
         self.classes = sorted(set(names))
         self.labels = np.searchsorted(self.classes, names)
 

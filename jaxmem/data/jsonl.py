@@ -1,8 +1,8 @@
 """Documents that are lines of JSON: `{"text": "..."}`, one document per line.
 
 One pass over the files at the speed of the disk finds the lines; a line is parsed when its record is read. The index
-contains the offset of one line per 16 KiB of file, and the empty lines: 10 GB need about 10 MB of memory for any length
-of lines. Reading a record reads the 16 KiB around it. A line is one record of any length.
+contains one line per 16 KiB of file: 10 GB need about 20 MB of memory for any length of lines. Reading a record reads
+the 16 KiB around it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxmem.config.sections import COLUMNS, Data, Source
+from jaxmem.config.sections import COLUMNS
 from jaxmem.data.columns import ColumnRows
 from jaxmem.data.files import OpenFiles, file_size
 from jaxmem.data.records import DocumentPiece, EmptyDataError, InvalidRecordError, RecordSource, TokenizedText
-from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError, as_yaml
 from jaxmem.typing import JsonDict
 
@@ -36,29 +35,81 @@ class Lines:
     blocks = None
 
     def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        self._sizes = [file_size(path) for path in paths]
         self._files = OpenFiles()
-        self._indexes = [_LineIndex(path, self._files) for path in paths]
-        self._ends = np.cumsum([index.records for index in self._indexes], dtype=np.int64)
-        if not self._ends[-1]:
+        self._length = 0
+        marks = []
+        for file in range(len(paths)):
+            marks_of_file, records = self._scan(file)
+            marks.append(marks_of_file + np.array([self._length, 0, 0, 0]))
+            self._length += records
+        if not self._length:
             raise EmptyDataError(paths)
+        # The first line of each block in which one begins: [record, file, line, offset].
+        self._marks = np.concatenate(marks)
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def _find(self, index: int) -> tuple[_LineIndex, int]:
-        file = int(np.searchsorted(self._ends, index, side="right"))
-        return self._indexes[file], index - int(self._ends[file]) + self._indexes[file].records
+        return self._length
 
     def record(self, index: int) -> JsonDict:
-        file, record = self._find(index)
-        return parse_object(file.line(record))
+        _, _, line = self._find(index)
+        if len(line) > MAX_LINE_BYTES:
+            raise InvalidRecordError(f"the line is longer than the limit of {MAX_LINE_BYTES >> 20} MiB; split it")
+        return parse_object(line)
 
     def where(self, index: int) -> str:
-        file, record = self._find(index)
-        return f"{file.path}, line {file.line_number(record) + 1}"
+        file, number, _ = self._find(index)
+        return f"{self._paths[file]}, line {number + 1}"
 
     def close(self) -> None:
         self._files.close()
+
+    def _find(self, index: int) -> tuple[int, int, bytes]:
+        """The file of a record, the number of its line, and the line."""
+        mark = int(np.searchsorted(self._marks[:, 0], index, side="right")) - 1
+        first_record, file, first_line, start = self._marks[mark].tolist()
+        # The line starts within BLOCK_BYTES of the mark.
+        end = min(start + BLOCK_BYTES + MAX_LINE_BYTES + 1, self._sizes[file])
+        if mark + 1 < len(self._marks) and self._marks[mark + 1, 1] == file:
+            end = min(end, int(self._marks[mark + 1, 3]))
+        lines = self._files.read(self._paths[file], start, end).split(b"\n")
+        full = [number for number, line in enumerate(lines) if line not in (b"", b"\r")]
+        number = full[index - first_record]
+        return file, first_line + number, lines[number]
+
+    def _scan(self, file: int) -> tuple[np.ndarray, int]:
+        """The marks of a file, whose records are counted from 0, and the number of its records."""
+        size = self._sizes[file]
+        marks = [np.zeros((0, 4), np.int64)]
+        records = lines = line_start = 0
+        block = -1
+        last_byte = 0
+        for base in range(0, size, CHUNK_BYTES):
+            content = self._files.read(self._paths[file], base, min(base + CHUNK_BYTES, size))
+            chunk = np.frombuffer(content, np.uint8)
+            ends = np.flatnonzero(chunk == ord("\n"))
+            before = np.where(ends > 0, chunk[ends - 1], last_byte)  # the byte before the line's end
+            last_byte = int(chunk[-1])
+            ends += base
+            if base + len(chunk) == size and last_byte != ord("\n"):  # the last line has no line break
+                ends = np.append(ends, size)
+                before = np.append(before, last_byte)
+            if not len(ends):
+                continue
+            starts = np.concatenate(([line_start], ends[:-1] + 1))
+            lengths = ends - starts
+            full = np.flatnonzero((lengths > 1) | ((lengths == 1) & (before != ord("\r"))))
+            blocks = starts[full] // BLOCK_BYTES
+            is_first = np.diff(blocks, prepend=block) > 0
+            numbers = np.arange(records, records + len(full))
+            columns = (numbers, np.full(len(full), file), lines + full, starts[full])
+            marks.append(np.stack(columns, axis=1)[is_first])
+            records += len(full)
+            lines += len(ends)
+            line_start = int(ends[-1]) + 1
+            block = int(blocks[-1]) if len(blocks) else block
+        return np.concatenate(marks), records
 
 
 class JsonRecords(RecordSource):
@@ -66,11 +117,10 @@ class JsonRecords(RecordSource):
 
     reads_field = False  # whether only the column `source.field` is read
 
-    def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
-        super().__init__(paths, source, data, tokenizer)
-        field = source.field if self.reads_field else None
-        is_columns = paths[0].suffix.lower() in COLUMNS or source.source in ("parquet", "arrow")
-        self.rows: Lines | ColumnRows = ColumnRows(paths, field) if is_columns else Lines(paths)
+    def __post_init__(self) -> None:
+        field = self.source.field if self.reads_field else None
+        is_columns = self.paths[0].suffix.lower() in COLUMNS or self.source.source in ("parquet", "arrow")
+        self.rows: Lines | ColumnRows = ColumnRows(self.paths, field) if is_columns else Lines(self.paths)
         self.blocks = self.rows.blocks
 
     def __len__(self) -> int:
@@ -145,63 +195,3 @@ def string_value(value: object, key: str) -> str:
     if not isinstance(value, str):
         raise InvalidRecordError(f"{key} must be a string, not {as_yaml(value)[:60]}")
     return value
-
-
-class _LineIndex:
-    """Where the lines of one file begin and end."""
-
-    def __init__(self, path: Path, files: OpenFiles) -> None:
-        self.path = path
-        self._files = files
-        self._size = file_size(path)
-        (self._mark_lines, self._mark_offsets), empty, lines = self._scan()
-        self._empty_before = empty - np.arange(len(empty))  # the number of records before each empty line
-        self.records = lines - len(empty)
-
-    def _scan(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """Marks (line, offset), the numbers of empty lines, and the number of lines."""
-        marks = [np.zeros((2, 0), np.int64)]
-        empty = [np.zeros(0, np.int64)]
-        lines = line_start = 0
-        block = -1
-        last_byte = 0
-        for base in range(0, self._size, CHUNK_BYTES):
-            chunk = np.frombuffer(self._files.read(self.path, base, min(base + CHUNK_BYTES, self._size)), np.uint8)
-            ends = np.flatnonzero(chunk == ord("\n"))
-            before = np.where(ends > 0, chunk[ends - 1], last_byte)  # the byte before the line's end
-            last_byte = int(chunk[-1])
-            ends += base
-            if base + len(chunk) == self._size and last_byte != ord("\n"):  # the last line has no line break
-                ends = np.append(ends, self._size)
-                before = np.append(before, 0)
-            if not len(ends):
-                continue
-            starts = np.concatenate(([line_start], ends[:-1] + 1))
-            lengths = ends - starts
-            numbers = np.arange(lines, lines + len(ends))
-            blocks = starts // BLOCK_BYTES
-            new = np.diff(blocks, prepend=block) > 0
-            marks.append(np.stack((numbers[new], starts[new])))
-            empty.append(numbers[(lengths == 0) | ((lengths == 1) & (before == ord("\r")))])
-            lines = lines + len(ends)
-            line_start = int(ends[-1]) + 1
-            block = int(blocks[-1])
-        return np.concatenate(marks, axis=1), np.concatenate(empty), lines
-
-    def line_number(self, record: int) -> int:
-        """The line of a record, from 0."""
-        return record + int(np.searchsorted(self._empty_before, record, side="right"))
-
-    def line(self, record: int) -> bytes:
-        number = self.line_number(record)
-        mark = int(np.searchsorted(self._mark_lines, number, side="right")) - 1
-        start = int(self._mark_offsets[mark])
-        later = number - int(self._mark_lines[mark])
-        # The line starts within BLOCK_BYTES of the mark.
-        end = min(start + BLOCK_BYTES + MAX_LINE_BYTES + 1, self._size)
-        if mark + 1 < len(self._mark_offsets):
-            end = min(end, int(self._mark_offsets[mark + 1]))
-        line = self._files.read(self.path, start, end).split(b"\n", later + 1)[later]
-        if len(line) > MAX_LINE_BYTES:
-            raise InvalidRecordError(f"the line is longer than the limit of {MAX_LINE_BYTES >> 20} MiB; split it")
-        return line

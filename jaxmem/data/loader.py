@@ -17,22 +17,23 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
-from typing import Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import numpy as np
 
 from jaxmem.config.sections import Config
 from jaxmem.data.corpus import Corpus, Split
-from jaxmem.data.packing import Batch, OrderedRecords, Rows, RowStream, TextRows
-from jaxmem.data.record_order import RecordOrder, records_of_epochs
+from jaxmem.data.packing import Batch, OrderedRecords, Position, Rows, RowStream, TextRows
+from jaxmem.data.record_order import RecordOrder
 from jaxmem.data.records import Document
 from jaxmem.distributed.agree import gather
 from jaxmem.errors import UserError
-from jaxmem.typing import JsonDict
+
+if TYPE_CHECKING:
+    from grain import DatasetIterator
 
 BUILT_AHEAD = 2  # batches, in addition to the one being built
 
-Position = JsonDict  # a position in the data, for JSON
 Value = TypeVar("Value", int, tuple[int, int])
 RowNumber = TypeVar("RowNumber", int, np.ndarray)
 
@@ -57,15 +58,6 @@ class Shards:
         """The number of a row among the rows of its shard, row-major over [accumulate, columns]."""
         micro_batch, column = divmod(row, self.width)
         return micro_batch * self.columns + column % self.columns
-
-
-class Batches(Protocol):
-    """grain's iterator of (whether any row has data, batch)."""
-
-    def __next__(self) -> tuple[bool, Batch]: ...
-    def get_state(self) -> Position: ...
-    def set_state(self, state: Position, /) -> None: ...
-    def close(self) -> None: ...
 
 
 class Loader(AbstractContextManager["Loader"]):
@@ -96,8 +88,7 @@ class Loader(AbstractContextManager["Loader"]):
         self._split = split
         self._shards = self._choose_shards()
         self._ends = split != "train" or cfg.data.epochs is not None
-        self._open = [_built_ahead(self._build())]  # a list, which `_stop` empties without a reference to the loader
-        self._stop = weakref.finalize(self, _close, self._open)  # grain's destructor would fail while Python exits
+        self._begin()
         self._start = self._batches.get_state()
 
     def _choose_shards(self) -> Shards | None:
@@ -115,6 +106,14 @@ class Loader(AbstractContextManager["Loader"]):
         counts = set(gather(self._columns // count if has_own_shard else 1))
         return Shards(counts.pop() if len(counts) == 1 else 1, self._columns)
 
+    def _begin(self) -> None:
+        """Builds batches in a thread, from the beginning."""
+        from grain.experimental import ThreadPrefetchDatasetIterator
+
+        # Pairs of (whether any row has data, batch).
+        self._batches: DatasetIterator[tuple[bool, Batch]] = ThreadPrefetchDatasetIterator(self._build(), BUILT_AHEAD)
+        self._stop = weakref.finalize(self, self._batches.close)  # grain's destructor would fail while Python exits
+
     def _build(self) -> Rows:
         """The batches of this process, from the beginning."""
         data = self._cfg.data
@@ -126,8 +125,10 @@ class Loader(AbstractContextManager["Loader"]):
             [images] = self.corpus.sources
             order = self.corpus.order(self._split)
             return ImageRows(self._cfg, images, order, rows, self._records_to_read(order))
+        for stream in self.corpus.sources if self._shards else ():
+            stream.used.clear()
         shards = self._shards or Shards(1, self._columns)
-        records = self._records(shards.count, np.unique(shards.shard_of(rows)).tolist())
+        records = {shard: self._records(shard, shards.count) for shard in np.unique(shards.shard_of(rows)).tolist()}
         stride = self._cfg.batch.global_size // shards.count
         most = data.documents_per_row if data.packing else None
         is_mixture = len(self.corpus.sources) > 1
@@ -137,29 +138,26 @@ class Loader(AbstractContextManager["Loader"]):
         ]
         return TextRows(streams, rows, data.sequence_length)
 
-    def _records(self, count: int, shards: Sequence[int]) -> dict[int, OrderedRecords]:
-        """The records of some of `count` shards of the files, by the number of the shard."""
+    def _records(self, shard: int, count: int) -> OrderedRecords:
+        """The records of one of `count` shards of the files."""
         cfg = self._cfg
         corpus = self.corpus
-        if self._shards is None:
-            order = corpus.order(self._split)
-            total = self._records_to_read(order)
-            records = OrderedRecords(
-                documents=lambda place: corpus.documents(*order[place]),
-                has=lambda place: place < total,
-                per_record=corpus.sources[0].documents_per_record,
-                references=(lambda place: corpus.reference(order[place][1])) if cfg.objective.name == "dpo" else None,
-            )
-            return {0: records}
-        for stream in corpus.sources:
-            stream.used.clear()
-        return {shard: _streamed(cfg, corpus, (shard, count)) for shard in shards}
+        if self._shards is not None:
+            return _streamed(cfg, corpus, (shard, count))
+        order = corpus.order(self._split)
+        total = self._records_to_read(order)
+        return OrderedRecords(
+            documents=lambda place: corpus.documents(*order[place]),
+            has=lambda place: place < total,
+            per_record=corpus.sources[0].documents_per_record,
+            references=(lambda place: corpus.reference(order[place][1])) if cfg.objective.name == "dpo" else None,
+        )
 
     def _records_to_read(self, order: RecordOrder) -> int:
         """The number of records until the split ends."""
         is_train = self._split == "train"
         epochs = self._cfg.data.epochs if is_train else 1
-        total = records_of_epochs(order, epochs) if epochs is not None else sys.maxsize
+        total = order.records(epochs) if epochs is not None else sys.maxsize
         size = self._cfg.batch.global_size
         if is_train and total * self.corpus.sources[0].documents_per_record < size:
             raise UserError(
@@ -167,12 +165,6 @@ class Loader(AbstractContextManager["Loader"]):
                 f"{size}; decrease batch.global_size or increase data.epochs"
             )
         return total
-
-    @property
-    def _batches(self) -> Batches:
-        if not self._open:
-            raise ValueError("the loader is closed")
-        return self._open[0]
 
     def __iter__(self) -> Self:
         return self
@@ -211,8 +203,8 @@ class Loader(AbstractContextManager["Loader"]):
         shards = Shards(*state["shards"]) if "shards" in state else None
         if shards != self._shards:
             self._shards = shards
-            self._open[0].close()
-            self._open[0] = _built_ahead(self._build())
+            self._stop()
+            self._begin()
         self._batches.set_state(state)
 
     def has_ended(self) -> bool:
@@ -234,17 +226,6 @@ class Loader(AbstractContextManager["Loader"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _built_ahead(rows: Rows) -> Batches:
-    from grain.experimental import ThreadPrefetchDatasetIterator
-
-    return ThreadPrefetchDatasetIterator(rows, BUILT_AHEAD)
-
-
-def _close(batches: list[Batches]) -> None:
-    while batches:
-        batches.pop().close()
 
 
 def _streamed(cfg: Config, corpus: Corpus, shard: tuple[int, int]) -> OrderedRecords:

@@ -32,7 +32,7 @@ from jaxmem.errors import UserError
 from jaxmem.typing import JsonDict
 
 Batch = dict[str, np.ndarray]
-Position = JsonDict  # a position in the data
+Position = JsonDict  # a position in the data, for JSON
 MAX_EMPTY = 1000  # this number of consecutive records without tokens is an error, so that reading ends
 INT_ARRAYS = ("inputs", "targets", "positions", "segment_ids")
 

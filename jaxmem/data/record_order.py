@@ -10,23 +10,23 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
+from jaxmem.data.files import locate
 from jaxmem.errors import UserError
 
 Record = tuple[int, int]  # source, record of it
 
 
-class RecordOrder(Protocol):
-    """An endless order of records; its length is an epoch."""
+class SourceOrder(Protocol):
+    """An endless order of the records of one source; its length is an epoch."""
 
     def __len__(self) -> int: ...
-    def __getitem__(self, place: int, /) -> tuple[int, Any]: ...  # source, record of it
+    def __getitem__(self, place: int, /) -> Record: ...
 
 
 MAX_TABLE_RECORDS = 2**16  # that a table shuffles; grain's cipher, used for more records, is slow for few
@@ -68,6 +68,7 @@ class _TrainingRecords:
     def __init__(self, source: int, count: int, excluded: np.ndarray) -> None:
         self._source = source
         self._length = count - len(excluded)
+        self._excluded = excluded
         self._before = excluded - np.arange(len(excluded))  # the number of training records before each held-out record
 
     def __len__(self) -> int:
@@ -78,9 +79,8 @@ class _TrainingRecords:
 
     def block_lengths(self, blocks: np.ndarray) -> np.ndarray:
         """The number of training records in each of consecutive runs of records with these lengths."""
-        excluded = self._before + np.arange(len(self._before))
         ends = np.cumsum(blocks)
-        left = np.diff(ends - np.searchsorted(excluded, ends), prepend=0)
+        left = np.diff(ends - np.searchsorted(self._excluded, ends), prepend=0)
         return left[left > 0]
 
 
@@ -124,10 +124,9 @@ class _BlockShuffle:
     def __getitem__(self, index: int) -> tuple[int, int]:
         epoch, place = divmod(index, self._count)
         blocks, ends = self._blocks(epoch)
-        turn = int(np.searchsorted(ends, place, side="right"))
+        turn, record = locate(ends, place)
         block = int(blocks[turn])
-        within = self._within(epoch, block)[place - int(ends[turn]) + int(self._lengths[block])]
-        return 0, int(self._starts[block]) + int(within)
+        return 0, int(self._starts[block] + self._within(epoch, block)[record])
 
 
 class WeightedSelection:
@@ -139,35 +138,29 @@ class WeightedSelection:
     are exact, in integers; grain's mixture rounds weights to hundredths of the smallest.
     """
 
-    def __init__(self, lengths: Sequence[int], weights: Sequence[float]) -> None:
+    def __init__(self, weights: Sequence[float]) -> None:
         # For each source: its number, and the share of the later sources in the weight of this and the later sources,
         # as numerator and denominator.
-        self._rests: list[tuple[int, int, int]] = []
+        self._later_shares: list[tuple[int, int, int]] = []
         sources = sorted(range(len(weights)), key=lambda source: -weights[source])
         exact = [Fraction(weights[source]) for source in sources]
         for i, source in enumerate(sources):
             later_share = sum(exact[i + 1 :], Fraction(0)) / sum(exact[i:], Fraction(0))
-            self._rests.append((source, later_share.numerator, later_share.denominator))
-        self._lengths = lengths
+            self._later_shares.append((source, later_share.numerator, later_share.denominator))
 
     def counts(self, total: int) -> list[int]:
         """How many of the first `total` records each source provides."""
-        counts = [0] * len(self._rests)
-        for source, later_share, total_weight in self._rests:
+        counts = [0] * len(self._later_shares)
+        for source, later_share, total_weight in self._later_shares:
             later = round_half_up(total * later_share, total_weight)
             counts[source] = total - later
             total = later
         return counts
 
-    def records(self, epochs: int) -> int:
-        """The number of records until a source would begin another epoch."""
-        most = [epochs * length for length in self._lengths]
-        return bisect_right(range(sum(most)), 0, key=lambda k: any(map(int.__gt__, self.counts(k + 1), most)))
-
     def __getitem__(self, index: int) -> tuple[int, int]:
         before = index
         after = index + 1  # records of this source and the later sources
-        for source, later_share, total_weight in self._rests:
+        for source, later_share, total_weight in self._later_shares:
             later_before, later_after = (round_half_up(k * later_share, total_weight) for k in (before, after))
             if later_after == later_before:
                 return source, before - later_before
@@ -176,24 +169,38 @@ class WeightedSelection:
         raise AssertionError("unreachable: the last source provides every record that no other source provides")
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """The order of the records of several sources. `parts`: the order of the records within each source."""
+class RecordOrder:
+    """An endless order of the records of all sources; its length is the records until a source begins again.
+    `parts`: the order within each source."""
 
-    parts: Sequence[RecordOrder]
-    selection: WeightedSelection
+    def __init__(self, parts: Sequence[SourceOrder], weights: Sequence[float]) -> None:
+        self._parts = parts
+        self._selection = WeightedSelection(weights)
+        self._length = self.records(1)
+
+    @classmethod
+    def of_held_out(cls, counts: Sequence[int], weights: Sequence[float], share: float) -> Self:
+        """The order of the held-out records, which is not repeated. `counts`: the records of each source."""
+        if not share:
+            raise UserError("data.held_out=0 leaves no record for evaluation; use e.g. data.held_out=0.02")
+        parts = [_HeldOutRecords(source, held_out_records(count, share)) for source, count in enumerate(counts)]
+        return cls(parts, weights)
 
     def __len__(self) -> int:
-        return self.selection.records(1)
+        return self._length
 
-    def __getitem__(self, place: int) -> Record:
-        source, index = self.selection[place]
-        return self.parts[source][index]
+    def __getitem__(self, place: int) -> tuple[int, Any]:
+        source, index = self._selection[place]
+        return self._parts[source][index]
 
+    def records(self, epochs: int) -> int:
+        """The number of records until one would be read more often than `epochs` times."""
+        most = [epochs * len(part) for part in self._parts]
 
-def records_of_epochs(order: RecordOrder, epochs: int) -> int:
-    """The number of records until one would be read more often than `epochs` times."""
-    return order.selection.records(epochs) if isinstance(order, Mixture) else epochs * len(order)
+        def exceeds(total: int) -> bool:
+            return any(map(int.__gt__, self._selection.counts(total + 1), most))
+
+        return bisect_right(range(sum(most)), 0, key=exceeds)
 
 
 def round_half_up(numerator: int, denominator: int) -> int:
@@ -247,18 +254,4 @@ def training_order(
         elif shuffle:
             raise UserError(f"data.shuffle supports at most 2^32 records, not {len(training)}; use data.shuffle=false")
         parts.append(part)
-    return _mixture(parts, weights)
-
-
-def held_out_order(counts: Sequence[int], weights: Sequence[float], *, held_out: float) -> RecordOrder:
-    """The order of the held-out records."""
-    import grain
-
-    if not held_out:
-        raise UserError("data.held_out=0 leaves no record for evaluation; use e.g. data.held_out=0.02")
-    parts = [_HeldOutRecords(source, held_out_records(count, held_out)) for source, count in enumerate(counts)]
-    return _mixture([grain.MapDataset.source(part) for part in parts], weights)
-
-
-def _mixture(parts: Sequence[RecordOrder], weights: Sequence[float]) -> RecordOrder:
-    return parts[0] if len(parts) == 1 else Mixture(parts, WeightedSelection([len(part) for part in parts], weights))
+    return RecordOrder(parts, weights)

@@ -1,7 +1,8 @@
 """The common parts of all sources of data: records, documents, and invalid records."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -57,10 +58,6 @@ class RecordCounts:
     cut: int = 0
     tokens_cut: int = 0
 
-    def __add__(self, other: "RecordCounts") -> "RecordCounts":
-        counts = zip(astuple(self)[1:], astuple(other)[1:], strict=True)
-        return RecordCounts(self.kind, *(mine + theirs for mine, theirs in counts))
-
     def __str__(self) -> str:
         phrases = [f"{self.cut} cut, {self.tokens_cut:,} of their tokens lost"] if self.cut else []
         phrases += [f"{self.dropped} dropped as too long"] if self.dropped else []
@@ -68,19 +65,25 @@ class RecordCounts:
         return f"of {self.read} {self.kind} read: {'; '.join(phrases)}" if phrases else ""
 
 
+@dataclass(eq=False)
 class RecordSource:
     """Documents with random access. A subclass reads the files of one kind of source (`SOURCES`)."""
 
+    paths: Sequence[Path]
+    source: Source
+    data: Data
+    tokenizer: Tokenizer
+    # The lengths of the runs of records that are read together, e.g. row groups.
+    blocks: np.ndarray | None = field(default=None, init=False)
     noun = "documents"  # the name of records in messages
     documents_per_record = 1
-    blocks: np.ndarray | None = None  # lengths of the runs of records that are read together, e.g. row groups
 
-    def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
-        self.paths = paths
-        self.source = source
-        self.data = data
-        self.tokenizer = tokenizer
-        self.counts = RecordCounts(self.noun)
+    def __post_init__(self) -> None:
+        """Opens the files."""
+
+    @cached_property
+    def counts(self) -> RecordCounts:
+        return RecordCounts(self.noun)
 
     @staticmethod
     def default_files() -> list[Path]:

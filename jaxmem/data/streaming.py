@@ -12,13 +12,12 @@ The number of records of a file is known when the file has been read. The positi
 resumes opens only the files that it reads next. Evaluation reads the held-out share of the first file.
 """
 
-import tempfile
+import math
 import threading
 from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,6 @@ from jaxmem.config.sections import Data, Source
 from jaxmem.data.record_order import (
     RecordOrder,
     WeightedSelection,
-    held_out_order,
     mix_seed,
     permutation,
     training_order,
@@ -38,7 +36,6 @@ from jaxmem.data.tokenizer import Tokenizer
 
 FileRecord = tuple[int, int]  # file, record of it
 Files = DatasetFiles | list[Path]
-UNKNOWN_COUNT = 1 << 48  # more records than a source has
 
 
 class StreamedFiles(RecordSource):
@@ -47,11 +44,12 @@ class StreamedFiles(RecordSource):
     def __init__(
         self, reader: type[RecordSource], files: Files, source: Source, data: Data, tokenizer: Tokenizer
     ) -> None:
+        super().__init__([], source, data, tokenizer)
         self.noun = reader.noun
         self.documents_per_record = reader.documents_per_record
-        super().__init__([], source, data, tokenizer)
         self._reader = reader
         self._files = files
+        self.names = list(map(str, files.names if isinstance(files, DatasetFiles) else files))
         self.first = 0  # the file that is read first
         self.lengths: dict[int, int] = {}  # training records of each file that has been read
         self.used: dict[tuple[int, int], set[int]] = {}  # the files that each shard still needs
@@ -61,11 +59,7 @@ class StreamedFiles(RecordSource):
         self._fetched: dict[int, Future[Path]] = {}
         self._lock = threading.RLock()
         self._fetcher = ThreadPoolExecutor(1, "fetch")
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
-
-    @cached_property
-    def names(self) -> list[str]:
-        return [str(file) for file in (self._files.names if isinstance(self._files, DatasetFiles) else self._files)]
+        self._directory = files.new_directory() if isinstance(files, DatasetFiles) else None
 
     def documents(self, index: FileRecord) -> Sequence[Document]:  # type: ignore[override]
         file, record = index
@@ -81,15 +75,12 @@ class StreamedFiles(RecordSource):
         """Starts to fetch a file, unless it is here."""
         with self._lock:
             if file not in self._fetched:
-                if isinstance(self._files, DatasetFiles) and self._directory is None:
-                    self._directory = self._files.new_directory()
                 self._fetched[file] = self._fetcher.submit(self._path, file)
 
     def _path(self, file: int) -> Path:
-        if not isinstance(self._files, DatasetFiles):
-            return self._files[file]
-        assert self._directory is not None
-        return self._files.fetch(self._files.names[file], self._directory.name)
+        if self._directory is None or not isinstance(self._files, DatasetFiles):
+            return Path(self.names[file])
+        return self._files.fetch(self.names[file], self._directory.name)
 
     def open(self, file: int) -> RecordSource | None:
         """The records of a file; None if it is empty."""
@@ -151,8 +142,8 @@ class FileOrder:
         self._files = files
         self._shard = shard
         self._seed = seed
-        self._epochs = epochs
         self._per_epoch = len(range(shard[0], len(files.names), shard[1]))
+        self._visits = math.inf if epochs is None else epochs * self._per_epoch
         self._starts = [0]  # the place of the first record of each visit to a file
         self._newest = -1  # the newest visit that is read
         self._files_of = lru_cache(2)(self._files_of_epoch)  # of two epochs where they meet
@@ -173,7 +164,7 @@ class FileOrder:
     def find(self, place: int) -> FileRecord | None:
         while self._starts[-1] <= place:
             visit = len(self._starts) - 1
-            if self._epochs is not None and visit >= self._epochs * self._per_epoch:
+            if visit >= self._visits:
                 return None
             if visit >= self._per_epoch and not self._starts[-1] and not self._has_other_files:
                 empty = dict.fromkeys(map(self._file, range(visit)))
@@ -182,7 +173,7 @@ class FileOrder:
         visit = self._visit(place)
         if visit > self._newest:
             self._newest = visit
-            if self._epochs is None or visit + 1 < self._epochs * self._per_epoch:
+            if visit + 1 < self._visits:
                 self._files.fetch(self._file(visit + 1))
         file = self._file(visit)
         order = self._files.training_order(file, self._seed)
@@ -212,19 +203,25 @@ class StreamOrder:
 
     def __init__(self, sources: Sequence[StreamedFiles], shard: tuple[int, int], seed: int, epochs: int | None) -> None:
         self._orders = [FileOrder(files, shard, mix_seed(seed, source), epochs) for source, files in enumerate(sources)]
-        weights = [files.source.weight for files in sources]
-        self._selection = WeightedSelection([UNKNOWN_COUNT] * len(weights), weights) if len(weights) > 1 else None
+        self._selection = WeightedSelection([files.source.weight for files in sources])
 
     def find(self, place: int) -> tuple[int, FileRecord] | None:
-        source, place_in_source = (0, place) if self._selection is None else self._selection[place]
+        source, place_in_source = self._selection[place]
         location = self._orders[source].find(place_in_source)
         return None if location is None else (source, location)
 
     def release(self, place: int) -> None:
         """Closes the files of records before `place`."""
-        read = [place] if self._selection is None else self._selection.counts(place)
-        for order, read_here in zip(self._orders, read, strict=True):
-            order.release(read_here)
+        for order, place_in_source in zip(self._orders, self._selection.counts(place), strict=True):
+            order.release(place_in_source)
+
+
+class FirstFilesOrder(RecordOrder):
+    """An order of the records of the first file of each source."""
+
+    def __getitem__(self, place: int) -> tuple[int, FileRecord]:
+        source, record = super().__getitem__(place)
+        return source, (0, record)
 
 
 def held_out_records(sources: Sequence[StreamedFiles], held_out: float) -> RecordOrder:
@@ -235,20 +232,5 @@ def held_out_records(sources: Sequence[StreamedFiles], held_out: float) -> Recor
         first = files.open(0)
         if first is None:
             raise EmptyDataError(files.names)
-        opened.append(first)
-    weights = [records.source.weight for records in opened]
-    return _InFirstFiles(held_out_order([len(records) for records in opened], weights, held_out=held_out))
-
-
-@dataclass(frozen=True)
-class _InFirstFiles:
-    """An order of the records of the first file of each source."""
-
-    order: RecordOrder
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __getitem__(self, place: int) -> tuple[int, FileRecord]:
-        source, record = self.order[place]
-        return source, (0, record)
+        opened.append(len(first))
+    return FirstFilesOrder.of_held_out(opened, [files.source.weight for files in sources], held_out)

@@ -7,15 +7,13 @@ the size of the file, so the index needs 8 bytes per file.
 
 import os
 import sysconfig
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from jaxmem.config.sections import Data, Source
-from jaxmem.data.files import OpenFiles, character_start, file_size
+from jaxmem.data.files import OpenFiles, character_start, file_size, locate
 from jaxmem.data.records import DocumentPiece, EmptyDataError, InvalidRecordError, TokenizedText, piece_bytes
-from jaxmem.data.tokenizer import Bytes, Tokenizer
+from jaxmem.data.tokenizer import Bytes
 from jaxmem.errors import UserError
 
 NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -42,12 +40,11 @@ class TextFiles(TokenizedText):
 
     default_files = staticmethod(stdlib_files)
 
-    def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
-        super().__init__(paths, source, data, tokenizer)
-        limit = piece_bytes(data.sequence_length)
-        sized = [(path, size) for path in paths if (size := file_size(path))]
+    def __post_init__(self) -> None:
+        limit = piece_bytes(self.data.sequence_length)
+        sized = [(path, size) for path in self.paths if (size := file_size(path))]
         if not sized:
-            raise EmptyDataError(paths)
+            raise EmptyDataError(self.paths)
         self.paths = [path for path, _ in sized]
         self.sizes = [size for _, size in sized]
         self._pieces = [-(-size // limit) for size in self.sizes]
@@ -59,9 +56,8 @@ class TextFiles(TokenizedText):
 
     def _find(self, index: int) -> tuple[int, int, int]:
         """The file, the index of the piece, and the number of pieces."""
-        file = int(np.searchsorted(self._ends, index, side="right"))
-        count = self._pieces[file]
-        return file, index - (int(self._ends[file]) - count), count
+        file, piece = locate(self._ends, index)
+        return file, piece, self._pieces[file]
 
     def piece(self, index: int) -> DocumentPiece:
         file, part, count = self._find(index)

@@ -203,9 +203,16 @@ class FileTokenizer:
 Tokenizer: TypeAlias = Bytes | FileTokenizer
 
 
-def tokenizer_for(name: str) -> Tokenizer:
-    """`bytes`, or the path of a tokenizer.json (or of a directory that contains one)."""
-    return Bytes() if name == "bytes" else FileTokenizer(name)
+def tokenizer_for(name: str, vocab: int | None = None) -> Tokenizer:
+    """`bytes`, or the path of a tokenizer.json (or of a directory that contains one). `vocab`: the number of embeddings
+    of the model, which must be enough."""
+    tokenizer = Bytes() if name == "bytes" else FileTokenizer(name)
+    if vocab is not None and tokenizer.vocab_size > vocab:
+        raise UserError(
+            f"data.tokenizer={name} has {tokenizer.vocab_size} tokens, more than model.vocab={vocab}; use"
+            f" model.vocab={tokenizer.vocab_size} or more, or the tokenizer of the model"
+        )
+    return tokenizer
 
 
 def _growth(part: Any) -> float:

@@ -15,8 +15,8 @@ import numpy as np
 
 from jaxmem.config.sections import Config
 from jaxmem.data.corpus import Corpus, Split
-from jaxmem.data.loader import Loader, Position
-from jaxmem.data.packing import Batch
+from jaxmem.data.loader import Loader
+from jaxmem.data.packing import Batch, Position
 from jaxmem.errors import UserError
 from jaxmem.step.batches import batch_spec
 
@@ -85,28 +85,26 @@ class UserLoader(AbstractContextManager["UserLoader"]):
         rows = len(self._rows) * count
         for name, array in arrays.items():
             dims = self._spec[name][0][2:] if name in self._spec else array.shape[1:]
-            self._check_shape(name, array.shape, (rows, *dims))
+            if array.shape != (rows, *dims):
+                raise self._error(
+                    f"{name} has shape {list(array.shape)}, not {[rows, *dims]}; the first dimension must be this"
+                    " process's share of batch.global_size"
+                )
         batch = {name: array.reshape(count, -1, *array.shape[1:]) for name, array in arrays.items()}
         if self._cfg.objective.name != "own":
             batch = with_defaults(batch)
         batch = {"mask": np.ones((count, len(self._rows)), np.float32), **batch}
         if batch.keys() != self._spec.keys():
             names, expected = (", ".join(sorted(given.keys() - {"mask"})) for given in (batch, self._spec))
-            raise UserError(
-                f"{self._batches.argument}: batch {self._count} has the arrays {names}; expected {expected}"
-            )
+            raise self._error(f"it has the arrays {names}; expected {expected}")
         if self._cfg.reads_text:
             self._check_text(batch)
         elif self._cfg.objective.name == "classify":
             self._check_targets(batch, "outputs")
         return {name: batch[name].astype(dtype, copy=False) for name, (_, dtype, _) in self._spec.items()}
 
-    def _check_shape(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
-        if shape != expected:
-            raise UserError(
-                f"{self._batches.argument}: batch {self._count}: {name} has shape {list(shape)}, not {list(expected)}; "
-                "the first dimension must be this process's share of batch.global_size"
-            )
+    def _error(self, problem: str) -> UserError:
+        return UserError(f"{self._batches.argument}: batch {self._count}: {problem}")
 
     def _check_text(self, batch: Batch) -> None:
         self._check_numbers("inputs", batch["inputs"], "vocab")
@@ -114,10 +112,7 @@ class UserLoader(AbstractContextManager["UserLoader"]):
         segments = batch["segment_ids"]
         begins = (segments[..., 1:] != segments[..., :-1]) & (segments[..., 1:] > 0)  # a document, within a row
         if begins.any() and not self._cfg.data.packing:
-            raise UserError(
-                f"{self._batches.argument}: batch {self._count}: segment_ids has a document that begins within a row;"
-                " use data.packing=true"
-            )
+            raise self._error("segment_ids has a document that begins within a row; use data.packing=true")
 
     def _check_targets(self, batch: Batch, key: str) -> None:
         self._check_numbers("targets", np.where(batch["mask"] > 0, batch["targets"], 0), key, ", or set its mask to 0")
@@ -129,10 +124,7 @@ class UserLoader(AbstractContextManager["UserLoader"]):
             return
         wrong = values[(values < 0) | (values >= count)]
         if wrong.size:
-            raise UserError(
-                f"{self._batches.argument}: batch {self._count}: {name} has the value {wrong[0]}; with"
-                f" model.{key}={count} use 0 to {count - 1}{use}"
-            )
+            raise self._error(f"{name} has the value {wrong[0]}; with model.{key}={count} use 0 to {count - 1}{use}")
 
     def state(self) -> Position:
         """The position after the last batch that was returned."""

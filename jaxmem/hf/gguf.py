@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,11 +18,22 @@ from jaxmem.config.hf_values import read_json
 from jaxmem.config.hugging_face import decoder_fields, family_of
 from jaxmem.errors import UserError
 
+if TYPE_CHECKING:
+    from gguf import TensorNameMap
+
 # Tensors from which config.json was made.
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 EXPERTS = tuple(f"experts.{name}_proj{end}" for name in ("gate", "up", "down") for end in ("", "_bias"))
 KEYS_AND_VALUES = "kv_b_proj"
 PERMUTED = "llama"  # the architecture in which the two elements of a rotated pair are next to each other
+
+
+def tensor_names(architecture: str, layers: int) -> "TensorNameMap":
+    """Maps names of modules in a Hugging Face file to those in a GGUF file."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    [number] = [number for number, name in MODEL_ARCH_NAMES.items() if name == architecture]
+    return get_tensor_name_map(number, layers)
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,11 @@ class LatentSlice:
     keys: GgufTensor  # [head, latent, key]
     values: GgufTensor  # [head, value, latent]
 
+    @staticmethod
+    def can_join(keys: tuple[int, ...], values: tuple[int, ...]) -> bool:
+        """Whether tensors have such shapes."""
+        return len(keys) == len(values) == 3 and keys[:2] == values[::2]
+
     def get_dtype(self) -> str:
         return "F32"
 
@@ -84,7 +100,7 @@ class LatentSlice:
 
 
 class GgufTensors:
-    """An opened file, with the methods of an opened file of the library `safetensors`."""
+    """An opened file, with those methods of an opened file of the library `safetensors` that read a model."""
 
     def __init__(self, file: Path) -> None:
         """`file`: in a directory with the config.json that `config.gguf` made from it."""
@@ -98,13 +114,6 @@ class GgufTensors:
 
     def get_slice(self, name: str) -> GgufSlice | LatentSlice:
         return self._slices[name]
-
-    def get_tensor(self, name: str) -> np.ndarray:
-        values = self._slices[name]
-        return values[(slice(None),) * len(values.get_shape())]
-
-    def metadata(self) -> dict[str, str]:
-        return {}
 
     def _modules(self, *, is_fused: bool) -> Iterator[str]:
         """The names of all modules and weights that `config.hf_modules` names. `is_fused`: of the matrices that several
@@ -120,13 +129,12 @@ class GgufTensors:
 
     def _named(self, modules: Iterator[str]) -> Iterator[tuple[str, GgufSlice | LatentSlice]]:
         """The tensors by their Hugging Face names; those that belong to no module, by the names in the file."""
-        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
-        kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == self._file.architecture)
-        names = get_tensor_name_map(kind, self._model.layers)
-        left = self._file.tensors.keys() - set(FACTORS)
+        names = tensor_names(self._file.architecture, self._model.layers)
+        tensors = self._file.tensors
+        left = tensors.keys() - set(FACTORS)
         for module in dict.fromkeys(modules):
             number = re.search(r"\.experts\.(\d+)\.", module)
+            expert = None if number is None else int(number[1])
             base = module if number is None else module.replace(number[0], ".experts.")
             # In gpt-oss, sinks and the weights of all experts are named without ".weight".
             is_parameter = self._model.attention_sinks and base.endswith(("sinks", *EXPERTS))
@@ -135,30 +143,18 @@ class GgufTensors:
                 leaves = ("bias",) if base.endswith("_bias") else ("weight",)
             for leaf in leaves:
                 in_file = f"{names.get_name(base.removesuffix('_bias'))}.{leaf}"
-                if in_file in self._file.tensors:
+                if in_file in tensors:
                     left.discard(in_file)
                     name = module if is_parameter else f"{module}.{leaf}"
-                    yield (
-                        name,
-                        self._slice(name, self._file.tensors[in_file], None if number is None else int(number[1])),
-                    )
+                    yield name, self._slice(name, tensors[in_file], expert)
             if base.endswith(KEYS_AND_VALUES):
                 parts = [names.get_name(f"{base.removesuffix(KEYS_AND_VALUES)}{part}_b_proj") for part in "kv"]
-                keys, values = (self._file.tensors.get(f"{part}.weight") for part in parts)
-                if keys is not None and values is not None:
+                keys, values = (tensors.get(f"{part}.weight") for part in parts)
+                if keys is not None and values is not None and LatentSlice.can_join(keys.shape, values.shape):
                     left -= {f"{part}.weight" for part in parts}
-                    yield f"{module}.weight", self._latent_slice(module, keys, values)
+                    yield f"{module}.weight", LatentSlice(keys, values)
         for name in left:
-            yield name, GgufSlice(self._file.tensors[name], self._file.tensors[name].shape)
-
-    def _latent_slice(self, name: str, keys: GgufTensor, values: GgufTensor) -> LatentSlice:
-        shapes = (keys.shape, values.shape)
-        if not (len(shapes[0]) == len(shapes[1]) == 3 and shapes[0][:2] == shapes[1][::2]):
-            raise UserError(
-                f"{self._file.file}: {name}: tensors of the shapes {list(shapes[0])} and {list(shapes[1])}, expected "
-                "[heads, latent, key] and [heads, value, latent]"
-            )
-        return LatentSlice(keys, values)
+            yield name, GgufSlice(tensors[name], tensors[name].shape)
 
     def _slice(self, name: str, tensor: GgufTensor, expert: int | None) -> GgufSlice:
         model = self._model

@@ -8,9 +8,9 @@ biases are float32. The file is written tensor by tensor, with one in host memor
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,26 +22,22 @@ from jaxmem.data.chat_template import template_for
 from jaxmem.data.tokenizer import FileTokenizer, Tokenizer, tokenizer_for
 from jaxmem.errors import UserError, as_yaml, nearest
 from jaxmem.hf.files import byte_tokenizer
-from jaxmem.hf.gguf import PERMUTED
-from jaxmem.hf.tensors import refuse_infinite
+from jaxmem.hf.gguf import PERMUTED, tensor_names
+from jaxmem.hf.tensors import OutputTensor, refuse_infinite
 from jaxmem.hf.writer import model_tensors
 from jaxmem.machine.files import atomic_file
 from jaxmem.models.decoder import Decoder as Network
 from jaxmem.models.rope import frequencies
 from jaxmem.typing import JsonDict
 
-# Formats that the package writes: the name of the type of tensors, and the file type of a file whose matrices have it.
-GGUF_TYPES = {
-    "float32": ("F32", "ALL_F32"),
-    "float16": ("F16", "MOSTLY_F16"),
-    "bfloat16": ("BF16", "MOSTLY_BF16"),
-    **{name: (name.upper(), f"MOSTLY_{name.upper()}") for name in ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")},
-}
+# Formats that the package writes, and the names of their types of tensors.
+GGUF_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+GGUF_TYPES |= {name: name.upper() for name in ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")}
 BLOCK = 32  # values of a block in the formats of fewer than 16 bits
 K_QUANT = ("_k", "_k_s", "_k_m", "_k_l")
 UNSUPPORTED = (
     "activation", "norms", "norm_offset", "query_pre_attn_scalar", "attention_soft_cap", "logit_soft_cap",
-    "scale_embeddings", "attention_sinks", "layer_types", "sliding_rope", "latent",
+    "scale_embeddings", "attention_sinks", "layer_types", "sliding_rope", "latent", "experts",
 )  # fmt: skip
 
 
@@ -87,44 +83,52 @@ def save_gguf(
     except ImportError:
         raise UserError(f"{file}: writing a GGUF file requires the package gguf: {INSTALL}") from None
     cfg = model.cfg
+    architecture = _architecture(cfg)
+    file_type = "ALL_F32" if kind == "float32" else f"MOSTLY_{GGUF_TYPES[kind]}"
+    opened_tokenizer = tokenizer_for(tokenizer, cfg.vocab)
     settings = {
         "general.name": file.stem,
-        "general.file_type": int(gguf.LlamaFileType[GGUF_TYPES[kind][1]]),
+        "general.file_type": int(gguf.LlamaFileType[file_type]),
         "general.quantization_version": gguf.GGML_QUANT_VERSION,
-        **_settings(cfg, length),
-        **_vocabulary(tokenizer_for(tokenizer), tokenizer, cfg.vocab),
-        **_ends(tokenizer_for(tokenizer), ends),
-        **_template(tokenizer_for(tokenizer), chat_template),
+        **{f"{architecture}.{key}": value for key, value in _settings(cfg, architecture, length).items()},
+        **_vocabulary(opened_tokenizer, tokenizer, cfg.vocab),
+        **_ends(opened_tokenizer, ends),
+        **_template(opened_tokenizer, chat_template),
     }
-    tensors = list(_tensors(model, kind, indices))
+    tensors = list(_tensors(model, architecture, indices))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(file) as unfinished:
-            _write(unfinished, _architecture(cfg), settings, tensors)
+            _write(unfinished, architecture, settings, tensors, kind)
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror}") from error
+
+
+def _unsupported(setting: str) -> UserError:
+    return UserError(f"GGUF export does not support {setting}; export to a directory instead")
 
 
 def _architecture(cfg: Decoder) -> str:
     for name in UNSUPPORTED:
         value = getattr(cfg, name)
         if value != Decoder.model_fields[name].default:
-            raise UserError(
-                f"GGUF export does not support model.{name}={as_yaml(value)}; export to a directory instead"
-            )
-    if cfg.experts is not None:
-        raise UserError("GGUF export does not support model.experts; export to a directory instead")
+            raise _unsupported(f"model.{name}={as_yaml(value)}")
     if cfg.qk_norm == "all_heads":
-        raise UserError("GGUF export does not support model.qk_norm=all_heads; export to a directory instead")
-    if cfg.qk_norm and not (cfg.attention_bias or cfg.output_bias or cfg.mlp_bias):
-        return "qwen3"
+        raise _unsupported("model.qk_norm=all_heads")
+    has_other_biases = cfg.output_bias or cfg.mlp_bias
+    if cfg.qk_norm and (cfg.attention_bias or has_other_biases):
+        raise _unsupported("model.qk_norm with biases")
     if cfg.qk_norm:
-        raise UserError("GGUF export does not support model.qk_norm with biases; export to a directory instead")
-    return "qwen2" if cfg.attention_bias and not (cfg.output_bias or cfg.mlp_bias) else "llama"
+        return "qwen3"
+    return "qwen2" if cfg.attention_bias and not has_other_biases else "llama"
 
 
-def _settings(cfg: Decoder, length: int) -> JsonDict:
-    values = {
+def _settings(cfg: Decoder, architecture: str, length: int) -> JsonDict:
+    if cfg.rope.scaling == "llama3" and architecture != "llama":
+        raise UserError(
+            f"GGUF export to {architecture} does not support model.rope.scaling=llama3; export to a directory instead"
+        )
+    return {
         "context_length": min(length, cfg.window or length),  # llama.cpp has no windows in these architectures
         "embedding_length": cfg.embed,
         "block_count": cfg.layers,
@@ -139,18 +143,12 @@ def _settings(cfg: Decoder, length: int) -> JsonDict:
         "rope.freq_base": float(cfg.rope.theta),
         **_rope_scaling(cfg.rope),
     }
-    architecture = _architecture(cfg)
-    if cfg.rope.scaling == "llama3" and architecture != "llama":
-        raise UserError(
-            f"GGUF export to {architecture} does not support model.rope.scaling=llama3; export to a directory instead"
-        )
-    return {f"{architecture}.{key}": value for key, value in values.items()}
 
 
 def _rope_scaling(rope: Rope) -> JsonDict:
     if rope.share < 1 or rope.scaling == "longrope" or not rope.truncate:
         given = f"share={rope.share:g} with scaling={rope.scaling} and truncate={as_yaml(rope.truncate)}"
-        raise UserError(f"GGUF export does not support model.rope.{given}; export to a directory instead")
+        raise _unsupported(f"model.rope.{given}")
     if rope.scaling == "none":
         return {}
     if rope.scaling == "llama3":  # its factors are a tensor
@@ -158,7 +156,7 @@ def _rope_scaling(rope: Rope) -> JsonDict:
     settings: JsonDict = {"rope.scaling.type": rope.scaling, "rope.scaling.factor": float(rope.factor)}
     if rope.scaling == "yarn":
         if rope.attention_factor is not None:
-            raise UserError("GGUF export supports only model.rope.attention_factor=null; export to a directory instead")
+            raise _unsupported(f"model.rope.attention_factor={rope.attention_factor:g}")
         settings |= {
             "rope.scaling.original_context_length": rope.original_length,
             "rope.scaling.yarn_beta_fast": float(rope.beta_fast),
@@ -171,16 +169,8 @@ def _vocabulary(tokenizer: Tokenizer, name: str, size: int) -> JsonDict:
     """The tokenizer of a model with `size` embeddings; tokens beyond those of the tokenizer are unused."""
     content = json.loads(tokenizer.content) if isinstance(tokenizer, FileTokenizer) else byte_tokenizer()
     model = content["model"]
-    if tokenizer.vocab_size > size:
-        raise UserError(
-            f"data.tokenizer={name} has {tokenizer.vocab_size} tokens, more than model.vocab={size}; "
-            "use the model's tokenizer"
-        )
     if model.get("type") != "BPE":
-        raise UserError(
-            f"data.tokenizer={name}: GGUF export supports BPE tokenizers, not {model.get('type')}; "
-            "export to a directory instead"
-        )
+        raise _unsupported(f"the {model.get('type')} tokenizer data.tokenizer={name}, only BPE")
     is_sentencepiece = bool(model.get("byte_fallback"))
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", ())]
     tokens = [f"[PAD{i}]" for i in range(size)]
@@ -205,9 +195,7 @@ def _vocabulary(tokenizer: Tokenizer, name: str, size: int) -> JsonDict:
     else:
         pre = pre_tokenizer_name(content.get("pre_tokenizer"))
         if pre is None:
-            raise UserError(
-                f"data.tokenizer={name}: GGUF export does not support its pre-tokenizer; export to a directory instead"
-            )
+            raise _unsupported(f"the pre-tokenizer of data.tokenizer={name}")
         metadata |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": merges}
     metadata["tokenizer.ggml.add_bos_token"] = bool(tokenizer.begin)
     if tokenizer.begin:
@@ -231,35 +219,21 @@ def _template(tokenizer: Tokenizer, file: str | None) -> dict[str, str]:
         return {}  # not every model has a chat template
 
 
-class GgufOutput(NamedTuple):
-    """A tensor to write. `kind`: one of GGUF_TYPES. `values`: called when the tensor is written."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: str
-    values: Callable[[], np.ndarray]
-
-
-def _tensors(model: Network, kind: str, indices: Sequence[int] | None) -> Iterator[GgufOutput]:
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
+def _tensors(model: Network, architecture: str, indices: Sequence[int] | None) -> Iterator[OutputTensor]:
+    """The tensors of a model under the names of llama.cpp."""
     cfg = model.cfg
-    architecture = _architecture(model.cfg)
-    names = get_tensor_name_map(next(n for n, name in MODEL_ARCH_NAMES.items() if name == architecture), cfg.layers)
+    names = tensor_names(architecture, cfg.layers)
     heads = {"q_proj": cfg.heads, "k_proj": cfg.kv_heads} if architecture == PERMUTED else {}
     for tensor in model_tensors(model, "float32", indices):
         module, _, leaf = tensor.name.rpartition(".")
         last = module.rpartition(".")[2]
         values = partial(_interleaved, tensor.values, heads[last]) if last in heads else tensor.values
-        stored = kind if len(tensor.shape) > 1 else "float32"
-        if stored.startswith("q") and tensor.shape[-1] % BLOCK:
-            stored = "float16"
-        yield GgufOutput(f"{names.get_name(module)}.{leaf}", tensor.shape, stored, values)
+        yield replace(tensor, name=f"{names.get_name(module)}.{leaf}", values=values)
     if cfg.rope.scaling == "llama3":
         scaled, _ = frequencies(cfg.rope, cfg.head_dim)
         plain, _ = frequencies(Rope(theta=cfg.rope.theta), cfg.head_dim)
         factors = (plain / scaled).astype(np.float32)
-        yield GgufOutput("rope_freqs.weight", factors.shape, "float32", lambda: factors)
+        yield OutputTensor("rope_freqs.weight", factors.dtype, factors.shape, lambda: factors)
 
 
 def _interleaved(values: Callable[[], np.ndarray], heads: int) -> np.ndarray:
@@ -267,34 +241,33 @@ def _interleaved(values: Callable[[], np.ndarray], heads: int) -> np.ndarray:
     return x.reshape(heads, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
 
-def _write(file: Path, architecture: str, settings: JsonDict, tensors: Sequence[GgufOutput]) -> None:
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quantize
+def _stored_kind(tensor: OutputTensor, kind: str) -> str:
+    """The format of a tensor, if that of matrices is `kind`."""
+    if len(tensor.shape) == 1:
+        return "float32"
+    return "float16" if kind.startswith("q") and tensor.shape[-1] % BLOCK else kind
+
+
+def _write(file: Path, architecture: str, settings: JsonDict, tensors: Sequence[OutputTensor], kind: str) -> None:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, GGUFWriter, quantize
 
     writer = GGUFWriter(file, architecture)
     for key, value in settings.items():
-        match value:
-            case bool():
-                writer.add_bool(key, value)
-            case int():
-                writer.add_uint32(key, value)
-            case float():
-                writer.add_float32(key, value)
-            case str():
-                writer.add_string(key, value)
-            case _:
-                writer.add_array(key, value)
-    kinds = [GGMLQuantizationType[GGUF_TYPES[tensor.kind][0]] for tensor in tensors]
-    for tensor, kind in zip(tensors, kinds, strict=True):
-        block, nbytes = GGML_QUANT_SIZES[kind]
+        value_type = GGUFValueType.UINT32 if type(value) is int else GGUFValueType.get_type(value)
+        if value != []:  # the format has no empty lists
+            writer.add_key_value(key, value, value_type)
+    stored_types = [GGMLQuantizationType[GGUF_TYPES[_stored_kind(tensor, kind)]] for tensor in tensors]
+    for tensor, stored_type in zip(tensors, stored_types, strict=True):
+        block, nbytes = GGML_QUANT_SIZES[stored_type]
         size = math.prod(tensor.shape) // block * nbytes
-        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, kind)
+        writer.add_tensor_info(tensor.name, tensor.shape, tensor.dtype, size, stored_type)
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for tensor, kind in zip(tensors, kinds, strict=True):
+        for tensor, stored_type in zip(tensors, stored_types, strict=True):
             with np.errstate(over="ignore"):
-                stored = quantize(tensor.values(), kind)
-            writer.write_tensor_data(refuse_infinite(tensor.name, stored) if tensor.kind == "float16" else stored)
+                stored = quantize(tensor.values(), stored_type)
+            writer.write_tensor_data(refuse_infinite(tensor.name, stored) if stored.dtype == np.float16 else stored)
     finally:
         writer.close()

@@ -115,21 +115,6 @@ def _per_tensor(weight: FileWeight, stack: Sequence[LowRank | None]) -> list[Low
     return [adapter for adapter in stack for _ in range(len(weight.tensors) // len(stack))]
 
 
-def _stacked(
-    path: WeightPath, array: Tree, name: str, experts: int | None, indices: Sequence[int] | None
-) -> FileWeight:
-    """A weight of an adapter. `experts`: the number of experts, if `array` is an A that they all share."""
-    is_matrix = path[-1] in ("a", "b")
-    if experts is None:
-        return FileWeight.of(path, array, name, is_matrix, indices)
-    weights = [
-        FileWeight.of(path, array, name.replace("experts.{}", f"experts.{n}"), is_matrix, indices)
-        for n in range(experts)
-    ]
-    layers = zip(*(weight.tensors for weight in weights), strict=True)
-    return replace(weights[0], tensors=tuple(tensor for layer in layers for tensor in layer))
-
-
 def _adapter_weights(params: Tree, stacks: LowRankStacks, indices: Sequence[int] | None) -> Iterator[FileWeight]:
     """The weights of the adapters of a decoder, without the weights of the base."""
     flat = flatten_dict(params)
@@ -141,9 +126,16 @@ def _adapter_weights(params: Tree, stacks: LowRankStacks, indices: Sequence[int]
             yield FileWeight.of(path, array, "prompt_embeddings", is_transposed=False)
         elif parent == "lora" and kind in LINEAR:
             file_name = f"{ADAPTER_PREFIX}{names[name]}.{(EMBEDDING if name == 'embedding' else LINEAR)[kind]}"
-            is_shared = kind == "a" and file_name.count("{}") > 1 and array.ndim == 3
-            experts = flat[(*path[:-1], "b")].shape[1] if is_shared else None
-            weight = _stacked(path, array, file_name, experts, stack_indices(name, flat, indices))
+            is_shared = kind == "a" and file_name.count("{}") > 1 and array.ndim == 3  # one A of all experts
+            if is_shared:
+                file_name = file_name.replace("experts.{}", "experts.#")
+            weight = FileWeight.of(path, array, file_name, kind in RANK_DIMS, stack_indices(name, flat, indices))
+            if is_shared:
+                experts = range(flat[(*path[:-1], "b")].shape[1])
+                of_experts = [
+                    tensor._replace(name=tensor.name.replace("#", str(n))) for tensor in weight.tensors for n in experts
+                ]
+                weight = replace(weight, tensors=tuple(of_experts))
             dim = RANK_DIMS.get(kind)
             tensors = []
             for tensor, adapter in zip(weight.tensors, _per_tensor(weight, stacks[name]), strict=True):
@@ -224,9 +216,7 @@ def save_adapter(
     metadata = {FINGERPRINT_KEY: fingerprint(base)} if base else {}
     with atomic_directory(directory) as place:
         has_biases = any(kind == "bias" for _, _, kind in parts)
-        settings = _adapter_json(
-            adapter, stacks, base, sorted(modules), names=module_names(params), has_biases=has_biases
-        )
+        settings = _adapter_json(adapter, stacks, base, sorted(modules), module_names(params), has_biases=has_biases)
         (place / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
         if chat_template:
             copy_chat_template(chat_template, place)
@@ -236,70 +226,38 @@ def save_adapter(
 
 def _adapter_json(
     adapter: Adapter,
-    layers: Mapping[str, tuple[LowRank | None, ...]],
+    stacks: LowRankStacks,
     base: str | None,
-    saved: Sequence[str] = (),
-    *,
+    saved: Sequence[str],
     names: Mapping[str, str],
-    has_biases: bool = False,
+    *,
+    has_biases: bool,
 ) -> JsonDict:
-    """The adapter_config.json of adapters. PEFT converts adapters of experts for transformers 5, which has one tensor
-    for gate and up of all experts; it requires that their rank is `r`. The conversion also removes other linear layers
-    from `target_modules` if their names end like those of experts (dense layers, shared experts), so these are in
-    `target_parameters`.
-
-    Args:
-        adapter: The settings.
-        layers: For each module with adapters, the adapters of its layers.
-        base: The name or directory of the base model.
-        saved: The names of modules that are saved completely.
-        names: The names of the modules of the family.
-        has_biases: Whether biases of other modules are saved too.
-
-    Returns:
-        The settings of PEFT.
-    """
+    """The adapter_config.json of adapters. `saved`: modules that are saved completely; `names`: of all modules of the
+    family; `has_biases`: whether biases of other modules are saved too."""
     common = {"task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True}
     if base is not None and (id_and_commit := cached_id(Path(base))) is not None:
         common["base_model_name_or_path"], common["revision"] = id_and_commit
     if adapter.kind == "prompt":
         settings = {"num_virtual_tokens": adapter.virtual_tokens, "num_transformer_submodules": 1}
         return {"peft_type": "PROMPT_TUNING", **common, **settings}
-    named: dict[str, LowRank] = {}  # keys: the last part of a module's name, or its complete name
-    of_experts = {name.rpartition(".")[2] for name in names.values() if name.count("{}") > 1}
-    alike = {path for path, name in names.items() if name.count("{}") < 2 and name.rpartition(".")[2] in of_experts}
-    ends = {path: ".".join(name.split(".")[-2 if path in alike else -1 :]) for path, name in names.items()}
-    parameters: list[str] = []
-    for end in dict.fromkeys(ends[path] for path in layers):
-        paths = [path for path, other in ends.items() if other == end]
-        before = len(named)
-        stacks = {path: layers.get(path, (None,)) for path in paths}
-        different = {lora for stack in stacks.values() for lora in stack}
-        first = next(iter(different), None)
-        if len(different) == 1 and first is not None:
-            named[end] = first
-        else:
-            for path, stack in stacks.items():
-                numbered = zip(split_stack(path)[1] or range(len(stack)), stack, strict=False)
-                named |= {names[path].format(layer): lora for layer, lora in numbered if lora is not None}
-        if paths[0] in alike:
-            parameters += list(named)[before:]
-    keys = {name: f"{name}.weight" if name in parameters else name for name in named}
-    ranks = [lora.rank for lora in named.values()]
+    modules, parameters = _targets(stacks, names)
+    targets = modules | parameters
+    ranks = [lora.rank for lora in targets.values()]
     usual = adapter.rank if adapter.rank in ranks else max(ranks)
-    usual = next((stack[0].rank for path, stack in layers.items() if names[path].count("{}") > 1 and stack[0]), usual)
+    # PEFT converts adapters of experts for transformers 5, which has one tensor for gate and up of all experts; it
+    # requires that their rank is `r`.
+    usual = next((stack[0].rank for path, stack in stacks.items() if names[path].count("{}") > 1 and stack[0]), usual)
     return {
         "peft_type": "LORA",
         **common,
         "r": usual,
         "lora_alpha": _number(adapter.alpha),
         "lora_dropout": adapter.dropout,
-        "target_modules": [name for name in named if name not in parameters],
-        **({"target_parameters": [keys[name] for name in parameters]} if parameters else {}),
-        "rank_pattern": {keys[name]: lora.rank for name, lora in named.items() if lora.rank != usual},
-        "alpha_pattern": {
-            keys[name]: _number(lora.alpha) for name, lora in named.items() if lora.alpha != adapter.alpha
-        },
+        "target_modules": list(modules),
+        **({"target_parameters": list(parameters)} if parameters else {}),
+        "rank_pattern": {name: lora.rank for name, lora in targets.items() if lora.rank != usual},
+        "alpha_pattern": {name: _number(lora.alpha) for name, lora in targets.items() if lora.alpha != adapter.alpha},
         "modules_to_save": list(saved) or None,
         "use_rslora": adapter.rslora,
         "use_dora": adapter.kind == "dora",
@@ -308,6 +266,42 @@ def _adapter_json(
         "fan_in_fan_out": False,
         "init_lora_weights": True,
     }
+
+
+def _targets(stacks: LowRankStacks, names: Mapping[str, str]) -> tuple[dict[str, LowRank], dict[str, LowRank]]:
+    """The adapters by the keys of `target_modules`, and by those of `target_parameters`. A key is the last part of a
+    module's name or, if the adapters of its layers differ, the complete name.
+
+    PEFT removes linear layers from `target_modules` if their names end like those of experts (dense layers, shared
+    experts), so these are parameters.
+    """
+    of_experts = {name.rpartition(".")[2] for name in names.values() if name.count("{}") > 1}
+    alike = {path for path, name in names.items() if name.count("{}") < 2 and name.rpartition(".")[2] in of_experts}
+    ends = {path: ".".join(name.split(".")[-2 if path in alike else -1 :]) for path, name in names.items()}
+    modules: dict[str, LowRank] = {}
+    parameters: dict[str, LowRank] = {}
+    for end in dict.fromkeys(ends[path] for path in stacks):
+        paths = [path for path, other in ends.items() if other == end]
+        with_end = {path: stacks.get(path, (None,)) for path in paths}
+        different = {lora for stack in with_end.values() for lora in stack}
+        shared = different.pop() if len(different) == 1 else None
+        targets = {end: shared} if shared is not None else _by_layer(with_end, names)
+        if paths[0] in alike:
+            parameters |= {f"{name}.weight": lora for name, lora in targets.items()}
+        else:
+            modules |= targets
+    return modules, parameters
+
+
+def _by_layer(stacks: LowRankStacks, names: Mapping[str, str]) -> dict[str, LowRank]:
+    """The adapters by the complete names of their modules."""
+    adapters = {}
+    for path, stack in stacks.items():
+        layers = split_stack(path)[1] or range(len(stack))
+        for layer, lora in zip(layers, stack, strict=False):
+            if lora is not None:
+                adapters[names[path].format(layer)] = lora
+    return adapters
 
 
 def _number(value: float) -> float:

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
@@ -20,7 +21,6 @@ from jaxtyping import Array, Float, UInt8
 from jaxmem.config.hf_quantized import HfScheme
 from jaxmem.errors import UserError
 from jaxmem.hf.tensors import DTYPES, TensorEntry, Tensors
-from jaxmem.kernels.codes import FP4, NF4, dynamic_code
 from jaxmem.quant import FORMATS, QTensor
 from jaxmem.quant.formats import pack
 from jaxmem.typing import Tree
@@ -52,12 +52,11 @@ class Bitsandbytes4:
     rows: int
     columns: int
     block: int  # inputs that share a scale
-    first: ClassVar = "weight"  # the end of the name of the codes
-    optional: ClassVar[tuple[str, ...]] = ()
+    optional: ClassVar = ""  # the tensor that a file may lack
 
     @property
     def parts(self) -> Expected:
-        """The tensors of a matrix."""
+        """The tensors of a matrix, the codes first."""
         size = self.rows * self.columns
         group = self.scheme.scale_group
         blocks = -(-size // self.block)
@@ -70,9 +69,8 @@ class Bitsandbytes4:
         }
 
     def prepare(self, parts: Parts, redundant: Parts) -> None:
-        """Checks the tables of values, and adds the mean of the scales, which a file has in JSON."""
+        """Adds the mean of the scales, which a file has in JSON."""
         name = f"{QUANT_STATE}{self.scheme.listed}"
-        scheme = self.scheme
         try:
             state = json.loads(bytes(redundant[name]))
             sizes = (state["blocksize"], state.get("nested_blocksize"))
@@ -80,17 +78,9 @@ class Bitsandbytes4:
             parts["mean"] = np.full((1, 1), mean, np.float32)
         except (KeyError, TypeError, ValueError, RecursionError):
             raise ValueError(f"{name} is missing or damaged") from None
-        if sizes != (self.block, scheme.scale_group):
-            expected = self.block, scheme.scale_group
+        expected = self.block, self.scheme.scale_group
+        if sizes != expected:
             raise ValueError(f"blocks and groups of scales have sizes {sizes}, but quantization_config {expected}")
-        tables = {
-            "quant_map": {"nf4": NF4, "fp4": FP4}[scheme.format],
-            "nested_quant_map": dynamic_code(8, signed=True),
-        }
-        for end, values in tables.items():
-            saved = redundant.get(f"weight.{end}", np.asarray(values))
-            if not (saved.shape == (len(values),) and np.allclose(saved, values, atol=1e-7)):
-                raise ValueError(f"{end} has other values than {scheme.format} of bitsandbytes")
 
     def weight(self, parts: Parts) -> Tree:
         """The weight [in, out]."""
@@ -171,12 +161,8 @@ class EvenlySpaced:
         return SPACED[self.scheme.method]
 
     @property
-    def first(self) -> str:
-        return self.tensors.codes
-
-    @property
-    def optional(self) -> tuple[str, ...]:
-        return (self.tensors.order,)
+    def optional(self) -> str:
+        return self.tensors.order
 
     @property
     def words(self) -> int:
@@ -189,7 +175,7 @@ class EvenlySpaced:
 
     @property
     def parts(self) -> Expected:
-        """The tensors of a matrix."""
+        """The tensors of a matrix, the codes first."""
         names = self.tensors
         dtypes = ("I8",) if self.tensors.packed is None else ("I32",)
 
@@ -318,18 +304,19 @@ def take_quantized(
         if len(shape) != 2 or is_plain:
             continue
         layout = LAYOUTS[scheme.method](scheme, *shape, scheme.block_size or shape[1])
-        if module + layout.first not in tensors.entries:
+        all_parts = layout.parts
+        if module + next(iter(all_parts)) not in tensors.entries:
             continue
         parts = {}
-        for end, expected in layout.parts.items():
+        for end, expected in all_parts.items():
             part = tensors.entries.pop(module + end, None)
-            if part is None and end not in layout.optional:
+            if part is None and end != layout.optional:
                 raise UserError(f"{tensors.directory}: tensor {module}{end} is missing; {REMEDY}")
             if part is not None:
                 parts[end] = part
                 _check_part(part, *expected)
         redundant = {end: part for end in REDUNDANT if (part := tensors.entries.pop(module + end, None)) is not None}
-        readers[name] = _reader(tensors, layout, parts, redundant)
+        readers[name] = partial(_read, tensors, layout, parts, redundant)
     return readers
 
 
@@ -340,16 +327,13 @@ def _check_part(part: TensorEntry, shape: tuple[int, ...], dtypes: tuple[str, ..
         raise UserError(f"{part.file}: {part.name} is {given}, but config.json requires {expected}; {REMEDY}")
 
 
-def _reader(
+def _read(
     tensors: Tensors, layout: Layout, parts: Mapping[str, TensorEntry], redundant: Mapping[str, TensorEntry]
-) -> Callable[[], Encoded]:
-    def read() -> Encoded:
-        arrays = {end: tensors.read_entry(entry) for end, entry in parts.items()}
-        try:
-            layout.prepare(arrays, {end: tensors.read_entry(entry) for end, entry in redundant.items()})
-        except ValueError as error:
-            entry = parts[layout.first]
-            raise UserError(f"{entry.file}: {entry.name}: {error}; {REMEDY}") from None
-        return Encoded(arrays, layout)
-
-    return read
+) -> Encoded:
+    arrays = {end: tensors.read_entry(entry) for end, entry in parts.items()}
+    try:
+        layout.prepare(arrays, {end: tensors.read_entry(entry) for end, entry in redundant.items()})
+    except ValueError as error:
+        codes = next(iter(parts.values()))
+        raise UserError(f"{codes.file}: {codes.name}: {error}; {REMEDY}") from None
+    return Encoded(arrays, layout)

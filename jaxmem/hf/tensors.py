@@ -28,7 +28,8 @@ from jaxmem.errors import UserError, abridge
 from jaxmem.typing import JsonDict
 
 MAX_FILE_BYTES = 5 << 30  # bytes of values in a written file
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 MXFP4 = ("_blocks", "_scales")  # ends of the names of the two tensors of a matrix in MXFP4
 NAMES = {dtype: name for name, dtype in DTYPES.items()} | {np.dtype(np.uint8): "U8"}
@@ -117,7 +118,8 @@ class Tensors:
                 raise _wrong_shape(entry, full_shape, "config.json")
             del self.entries[name]
             for i, part in enumerate(parts):
-                start, step = (i, len(parts)) if how.is_interleaved else (sum(sizes[:i]), 1)
+                start = i if how.is_interleaved else sum(sizes[:i])
+                step = len(parts) if how.is_interleaved else 1
                 self.entries[part] = replace(entry, shape=shapes[part], dim=how.dim, start=start, step=step)
 
     def read(self, name: str, shape: Sequence[int], index: tuple[slice, ...]) -> np.ndarray:
@@ -164,7 +166,8 @@ def open_file(file: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
     if not file.is_file():
-        raise UserError(f"{file.resolve()}: {'is not a regular file' if file.exists() else 'does not exist'}")
+        problem = "is not a regular file" if file.exists() else "does not exist"
+        raise UserError(f"{file.resolve()}: {problem}; copy the file to this place")
     if file.name == GGUF_FILE:
         from jaxmem.hf.gguf import GgufTensors
 
@@ -175,32 +178,15 @@ def open_file(file: Path) -> Any:
         raise UserError(f"{file}: damaged, truncated or not a safetensors file: {error}; copy it again") from error
 
 
-def _files(directory: Path, single: str | None = None, *, is_fetched: bool = False) -> list[Path]:
+def _files(directory: Path, single: str | None) -> list[Path]:
     if not directory.is_dir():
         raise UserError(f"{directory}: does not exist; use a directory with config.json and *.safetensors")
-    if (directory / (single or SINGLE)).is_file():  # also beside an index, as in transformers
-        return [directory / (single or SINGLE)]
-    if single is None and (directory / INDEX).is_file():
-        named = read_json(directory / INDEX).get("weight_map")
-        if not isinstance(named, dict) or not named:
-            raise UserError(f"{directory / INDEX}: has no weight_map; copy the file again")
-        files = sorted({str(name) for name in named.values()})
-        if outside := [name for name in files if Path(name).name != name or len(name) > LONGEST_NAME]:
-            raise UserError(
-                f"{directory / INDEX}: {abridge(outside)} is not the name of a file in this directory; copy it again"
-            )
-        if not is_fetched and not all((directory / name).is_file() for name in files):
-            fetch_weights(directory)
-        if absent := [name for name in files if not (directory / name).is_file()]:
-            raise UserError(
-                f"{directory / INDEX}: points to missing files: {abridge(absent)}; copy them into the directory"
-            )
-        return [directory / name for name in files]
-    if single is None and (directory / GGUF_FILE).is_symlink():
-        return [directory / GGUF_FILE]
-    if not is_fetched:  # weights in the cache of the hub are fetched first
-        fetch_weights(directory)
-        return _files(directory, single, is_fetched=True)
+    files = _listed_files(directory, single)
+    if not files or not all(file.is_file() for file in files):
+        fetch_weights(directory)  # does nothing outside the cache of the hub
+        files = _listed_files(directory, single)
+    if files:
+        return files
     names = sorted(file.name for file in directory.iterdir())
     if single is None and (several := [name for name in names if name.endswith(".safetensors")]):
         raise UserError(
@@ -213,6 +199,26 @@ def _files(directory: Path, single: str | None = None, *, is_fetched: bool = Fal
             f"them, convert them with: {CONVERT_ADAPTER if single else CONVERT}"
         )
     raise UserError(f"{directory}: contains no {single or '*.safetensors'}; copy the weights into the directory")
+
+
+def _listed_files(directory: Path, single: str | None) -> list[Path]:
+    """The file with all weights, or those that the index lists, which may be absent."""
+    complete = directory / (single or SINGLE)
+    if complete.is_file():  # also beside an index, as in transformers
+        return [complete]
+    if single is not None:
+        return []
+    index = directory / INDEX
+    if not index.is_file():
+        link = directory / GGUF_FILE
+        return [link] if link.is_symlink() else []
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index}: has no weight_map; copy the file again")
+    names = sorted({str(name) for name in weight_map.values()})
+    if outside := [name for name in names if Path(name).name != name or len(name) > LONGEST_NAME]:
+        raise UserError(f"{index}: {abridge(outside)} is not the name of a file in this directory; copy it again")
+    return [directory / name for name in names]
 
 
 @dataclass(frozen=True)

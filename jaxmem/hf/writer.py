@@ -24,7 +24,6 @@ from jaxmem.errors import UserError
 from jaxmem.hf.files import copy_chat_template, copy_metadata, copy_tokenizer, storage_dtype
 from jaxmem.hf.names import FileTensor, FileWeight, WeightPath, decoder_weights
 from jaxmem.hf.quantized import mxfp4_tensors
-from jaxmem.hf.tensors import DTYPES as NUMPY_DTYPES
 from jaxmem.hf.tensors import MAX_FILE_BYTES, MXFP4, OutputTensor, fuse_tensors, refuse_infinite, write_tensors
 from jaxmem.machine.files import atomic_directory
 from jaxmem.models.decoder import Decoder
@@ -128,17 +127,8 @@ def _is_expert(weight: FileWeight) -> bool:
 def model_tensors(
     model: Decoder, dtype: str, indices: Sequence[int] | None = None, *, keeps_mxfp4: bool = False
 ) -> list[OutputTensor]:
-    """The tensors of a model, adapters merged.
-
-    Args:
-        model: The model.
-        dtype: The dtype of the tensors.
-        indices: The position of each layer in a stack; None: in order.
-        keeps_mxfp4: Whether experts are written as they are stored.
-
-    Returns:
-        The tensors, whose values are read when they are written.
-    """
+    """The tensors of a model, adapters merged. `indices`: the position of each layer in a stack, by default in order;
+    `keeps_mxfp4`: whether experts are written as they are stored."""
     params = base_of(nnx.to_pure_dict(nnx.state(model)))
     adapters = _adapters(model)
     if model.prompt is not None:
@@ -147,8 +137,10 @@ def model_tensors(
         raise UserError("--merge does not support adapter.lora_bias for layers without a bias; use --adapter")
     tensors = []
     for weight in decoder_weights(params, indices):
-        kept = keeps_mxfp4 and _is_expert(weight)
-        tensors += _mxfp4_tensors(weight) if kept else output_tensors([weight], dtype, adapters)
+        if keeps_mxfp4 and _is_expert(weight):
+            tensors += _mxfp4_tensors(weight)
+        else:
+            tensors += output_tensors([weight], dtype, adapters)
     return tensors
 
 
@@ -186,13 +178,12 @@ def output_tensors(
     weights: Iterable[FileWeight], dtype: str, adapters: Mapping[WeightPath, Adapter] = MappingProxyType({})
 ) -> list[OutputTensor]:
     """The tensors of weights, with `adapters` merged."""
-    numpy = next(candidate for candidate in NUMPY_DTYPES.values() if candidate.name == dtype)
     tensors = []
     for weight in weights:
         adapter, scale = adapters.get(weight.path, (None, 0.0))
         convert = partial(_converter(weight.depth, weight.is_transposed, dtype, scale), weight.array, adapter)
         tensors += [
-            OutputTensor(tensor.name, numpy, tensor.shape, partial(_values, convert, tensor))
+            OutputTensor(tensor.name, jnp.dtype(dtype), tensor.shape, partial(_values, convert, tensor))
             for tensor in weight.tensors
         ]
     return tensors

@@ -10,9 +10,10 @@ from jaxmem.config.sections import SOURCES
 from jaxmem.data.chat import end_of_answer
 from jaxmem.data.chat_template import ChatTemplate, Message, TemplateError, template_for
 from jaxmem.data.jsonl import read_objects
+from jaxmem.data.tokenizer import tokenizer_for
 from jaxmem.errors import UserError
 from jaxmem.inference.generate import ENDED, Conversation, Generator, Sampling
-from jaxmem.inference.load import open_model, tokenizer_of
+from jaxmem.inference.load import open_model
 
 CHANNEL = "<|channel|>"  # special tokens around the name of a channel
 MESSAGE = "<|message|>"
@@ -42,7 +43,7 @@ class TextGenerator:
         program, params = open_model(directory, overrides)
         self._generate = Generator(program, params, sampling)
         self._conversation = Conversation(self._generate)
-        self._tokenizer = tokenizer_of(program)
+        self._tokenizer = tokenizer_for(program.cfg.data.tokenizer, getattr(program.cfg.model, "vocab", None))
         self._template_file = program.cfg.data.chat_template
         self._tokens = tokens
         self._stops = tuple(stop for stop in stops if stop)
@@ -146,11 +147,12 @@ def read_prompts(file: str | Path) -> list[str]:
     """One prompt per line: text, or JSON with a `prompt` if the name ends in .jsonl."""
     path = Path(file)
     if path.suffix.lower() in SOURCES["jsonl"].suffixes:
-        prompts = [(number, record.get("prompt")) for number, record in read_objects(path, "prompt")]
-        for number, prompt in prompts:
-            if not isinstance(prompt, str):
+        prompts = []
+        for number, record in read_objects(path, "prompt"):
+            if not isinstance(record.get("prompt"), str):
                 raise UserError(f"{file}, line {number}: prompt is missing or not a string")
-        return [str(prompt) for _, prompt in prompts]
+            prompts.append(record["prompt"])
+        return prompts
     try:
         lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except OSError as error:

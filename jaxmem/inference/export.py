@@ -39,8 +39,8 @@ def export_model(
     Returns:
         A line that describes the result.
     """
-    saved = model_config(run, overrides)
-    _check_adapters(run, saved.adapter.kind, saved.model.family, adapter, merge)
+    saved_cfg = model_config(run, overrides)
+    _check_adapters(run, saved_cfg.adapter.kind, saved_cfg.model.family, adapter, merge)
     if adapter and is_gguf(target):
         raise UserError(f"export: --adapter writes a directory for PEFT, not {target}; use a directory, or --merge")
     if adapter and dtype is not None:

@@ -143,18 +143,16 @@ class Generator:
             tokens = np.concatenate([state.tokens, tokens], axis=1)
             state.tokens = state.tokens[:, :0]
         state.is_long = is_long
-        *chunks, last_chunk = (
-            tokens[:, start : start + self._chunk] for start in range(0, tokens.shape[1], self._chunk)
-        )
-        padding = (
-            0 if last_chunk.shape[1] == 1 else min(length_for(last_chunk.shape[1]), self._chunk) - last_chunk.shape[1]
-        )
+        chunks = [tokens[:, start : start + self._chunk] for start in range(0, tokens.shape[1], self._chunk)]
+        last_chunk = chunks.pop()
+        last_length = last_chunk.shape[1]
+        padding = 0 if last_length == 1 else min(length_for(last_length), self._chunk) - last_length
         with self._program.layout.for_generation(len(tokens)):  # not around a yield: other generators may run there
             self._make_room(state, state.length + tokens.shape[1] + max(count, padding))
             for chunk in chunks:
                 self._step(state, chunk, self._chunk, lengths)
             padded = np.pad(last_chunk, ((0, 0), (0, padding)))
-            return np.asarray(self._step(state, padded, last_chunk.shape[1], lengths))
+            return np.asarray(self._step(state, padded, last_length, lengths))
 
     def _is_long(self, lengths: np.ndarray) -> np.ndarray:
         """Whether texts of these lengths have the long factors of each longrope: [rows, ropes]."""

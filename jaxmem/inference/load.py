@@ -29,7 +29,6 @@ from jaxmem.config.names import LAYER_RANGE
 from jaxmem.config.peft import base_of, is_adapter, is_prompt
 from jaxmem.config.user import UserObjects
 from jaxmem.data.chat_template import template_in
-from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.distributed.agree import any_process
 from jaxmem.errors import UserError, one_of
 from jaxmem.hf.peft import add_adapters, read_base
@@ -77,37 +76,11 @@ def model_config(directory: str | Path, overrides: Sequence[str] = ()) -> Config
     if (directory / "config.json").is_file():
         return load_config(_hf_config(directory), overrides)
     if is_adapter(directory):
-        raw = _hf_config(base_of(directory))
-        if is_prompt(directory):  # a soft prompt comes before each text, so texts are not packed
-            raw["data"]["packing"] = False
-        settings = directory / "tokenizer_config.json"  # the adapter's tokenizer may have tokens that the model lacks
-        if (template := directory / hf.CHAT_TEMPLATE).is_file():
-            raw["data"]["chat_template"] = str(template)
-        elif settings.is_file() and template_in(read_json(settings)) is not None:
-            raw["data"]["chat_template"] = str(settings)
-        cfg = load_config({**raw, "adapter": {"hf": str(directory)}}, overrides)
-        some_layers = any(map(LAYER_RANGE.search, cfg.trainable_patterns))
-        is_given = any(word.startswith("precision.parameters=") for word in overrides)
-        is_bfloat16 = cfg.precision.parameters == "bfloat16" and cfg.base_precision == cfg.precision
-        if is_bfloat16 and not is_given and not some_layers:
-            # Adapters are usually float32, also those of a base in bfloat16. If base weights of some layers are
-            # trained, all layers must be stored in one format.
-            cfg = cfg.replace(precision={"parameters": "float32"}, adapter={"base": "bfloat16"})
-        return cfg
+        return _adapter_config(directory, overrides)
     raise UserError(
         f"{directory} is neither a run (no config.yaml) nor a Hugging Face model (no config.json); use a directory "
         "that `jaxmem train` wrote, or a directory with config.json and *.safetensors"
     )
-
-
-def tokenizer_of(program: Program) -> Tokenizer:
-    name = program.cfg.data.tokenizer
-    vocab = getattr(program.cfg.model, "vocab", 0)
-    tokenizer = tokenizer_for(name)
-    if tokenizer.vocab_size > vocab:
-        tokens = f"{tokenizer.vocab_size} tokens, more than model.vocab={vocab}"
-        raise UserError(f"data.tokenizer={name} has {tokens}; use the tokenizer of the model")
-    return tokenizer
 
 
 def _hf_config(directory: Path) -> JsonDict:
@@ -121,6 +94,27 @@ def _hf_config(directory: Path) -> JsonDict:
         "batch": {"global_size": 1},
         "train": {"steps": 1},
     }
+
+
+def _adapter_config(directory: Path, overrides: Sequence[str]) -> Config:
+    """A config of an adapter's base model with the adapter."""
+    raw = _hf_config(base_of(directory))
+    if is_prompt(directory):  # a soft prompt comes before each text, so texts are not packed
+        raw["data"]["packing"] = False
+    settings = directory / "tokenizer_config.json"  # the adapter's tokenizer may have tokens that the model lacks
+    if (template := directory / hf.CHAT_TEMPLATE).is_file():
+        raw["data"]["chat_template"] = str(template)
+    elif settings.is_file() and template_in(read_json(settings)) is not None:
+        raw["data"]["chat_template"] = str(settings)
+    cfg = load_config({**raw, "adapter": {"hf": str(directory)}}, overrides)
+    some_layers = any(map(LAYER_RANGE.search, cfg.trainable_patterns))
+    is_given = any(word.startswith("precision.parameters=") for word in overrides)
+    is_bfloat16 = cfg.precision.parameters == "bfloat16" and cfg.base_precision == cfg.precision
+    if is_bfloat16 and not is_given and not some_layers:
+        # Adapters are usually float32, also those of a base in bfloat16. If base weights of some layers are trained,
+        # all layers must be stored in one format.
+        cfg = cfg.replace(precision={"parameters": "float32"}, adapter={"base": "bfloat16"})
+    return cfg
 
 
 def with_passing_kernels(cfg: Config, devices: Sequence[jax.Device]) -> Config:

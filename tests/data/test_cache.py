@@ -109,12 +109,12 @@ def damage_meta(**changes: Any) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: (path / "meta.json").unlink(), r"not a token cache \(No such file"),
-        (lambda path: (path / "meta.json").write_text(""), r"meta\.json: damaged"),
-        (lambda path: (path / "meta.json").write_text("[]"), r"meta\.json: damaged"),
-        (lambda path: (path / "meta.json").write_text("[" * 100_000), r"meta\.json: damaged"),
-        (damage_meta(records="many"), "wrong type of records"),
-        (damage_meta(format=9), "format 9 is not supported"),
+        (lambda path: (path / "meta.json").unlink(), "not a token cache"),
+        (lambda path: (path / "meta.json").write_text(""), r"meta\.json: invalid JSON"),
+        (lambda path: (path / "meta.json").write_text("[]"), r"meta\.json: must contain a JSON object"),
+        (lambda path: (path / "meta.json").write_text("[" * 100_000), r"meta\.json: invalid JSON"),
+        (damage_meta(records="many"), 'records="many" must be'),
+        (damage_meta(format=9), "format=9 must be"),
         (damage_meta(records=2**60), r"ends\.bin: damaged: 960 bytes"),
         (lambda path: os.truncate(path / "tokens.bin", 100), r"tokens\.bin: damaged: 100 bytes instead"),
         (lambda path: (path / "ends.bin").unlink(), r"ends\.bin: damaged: 0 bytes"),

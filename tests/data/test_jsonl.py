@@ -92,6 +92,13 @@ def test_files_without_a_document(tmp_path: Path) -> None:
         open_records(JsonRecords, [path])
 
 
+def test_a_file_may_end_with_an_empty_line_without_a_line_break(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"text": "a"}\r\n\r')
+    records = open_records(JsonTexts, [path])
+    assert [records.piece(i).text for i in range(len(records))] == ["a"]
+
+
 def test_several_files_follow_each_other(tmp_path: Path) -> None:
     for name in "abc":
         (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name}{i}"}}\n' for i in range(3)))

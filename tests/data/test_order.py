@@ -48,7 +48,7 @@ def test_held_out_records_are_the_share_asked_for_and_read_once_in_a_fixed_order
     assert 900 < len(held) < 1100
     assert np.all(np.diff(held) > 0)
     assert set(order.held_out_records(60_000, 0.02).tolist()) >= set(held.tolist())  # data that grows keeps its split
-    found = order.held_out_order([50_000], [1.0], held_out=0.02)
+    found = order.RecordOrder.of_held_out([50_000], [1.0], 0.02)
     records = [found[i][1] for i in range(len(found))]
     assert sorted(records) == held.tolist()
     assert records[:20] != sorted(records)[:20]
@@ -117,6 +117,6 @@ def test_a_mixture_keeps_its_weights_in_every_prefix(weights: list[float]) -> No
 def test_epochs_of_a_mixture_read_no_record_more_often(weights: list[float], epochs: int) -> None:
     lengths = [13 + 75 * i for i in range(len(weights))]
     found = order.training_order(lengths, weights, [None] * len(weights), held_out=0.0, seed=0, shuffle=False)
-    total = order.records_of_epochs(found, epochs)
+    total = found.records(epochs)
     assert max(Counter(found[k] for k in range(total)).values()) <= epochs
     assert max(Counter(found[k] for k in range(total + 1)).values()) == epochs + 1

@@ -1,11 +1,12 @@
 """Pairs of answers: both forms, what is trained on, what is cut, and lines that are no pair."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jaxmem.data.chat import ChatEncoder, Preferences, parse_pair
+from jaxmem.data.chat import ChatEncoder, Preferences
 from jaxmem.data.chat_template import ChatTemplate
 from jaxmem.data.jsonl import parse_object
 from jaxmem.data.records import InvalidRecordError
@@ -22,13 +23,22 @@ def encoder() -> ChatEncoder:
     return ChatEncoder(Bytes(), ChatTemplate(source, "test", {"eos_token": END_TEXT}))
 
 
+@pytest.fixture
+def pairs(tmp_path: Path) -> Preferences:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps(TEXT))
+    records = open_records(Preferences, [file])
+    records._encoder = encoder()
+    return records
+
+
 def message_of(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def targets_of(line: object) -> list[tuple[str, str]]:
+def targets_of(pairs: Preferences, line: object) -> list[tuple[str, str]]:
     """Of each answer the whole text, and what of it is learnt; `|` is the end."""
-    found = parse_pair(parse_object(json.dumps(line).encode()), Bytes(), encoder)
+    found = pairs.parse(parse_object(json.dumps(line).encode()))
 
     def spelt(ids: np.ndarray) -> str:
         return "".join("|" if i == 256 else chr(i) for i in ids)
@@ -36,20 +46,20 @@ def targets_of(line: object) -> list[tuple[str, str]]:
     return [(spelt(one.tokens), spelt(one.tokens[one.is_target])) for one in found]
 
 
-def test_texts_and_messages() -> None:
-    assert targets_of(TEXT) == [("abcde|", "cde|"), ("abf|", "f|")]
+def test_texts_and_messages(pairs: Preferences) -> None:
+    assert targets_of(pairs, TEXT) == [("abcde|", "cde|"), ("abf|", "f|")]
     answers = {"chosen": [message_of("assistant", "yes")], "rejected": [message_of("assistant", "no")]}
     prompt = [message_of("user", "u"), message_of("assistant", "x"), message_of("user", "v")]
     expected = [("u:u|a:x|u:v|a:yes|", "yes|"), ("u:u|a:x|u:v|a:no|", "no|")]
-    assert targets_of({"prompt": prompt, **answers}) == expected
-    assert targets_of({name: prompt + answer for name, answer in answers.items()}) == expected
+    assert targets_of(pairs, {"prompt": prompt, **answers}) == expected
+    assert targets_of(pairs, {name: prompt + answer for name, answer in answers.items()}) == expected
     expected = [("u:u|a:yes|", "yes|"), ("u:u|a:no|", "no|")]
-    assert targets_of({"prompt": "u", **answers}) == expected
+    assert targets_of(pairs, {"prompt": "u", **answers}) == expected
     complete = {name: [message_of("user", "u"), *answer] for name, answer in answers.items()}
-    assert targets_of({"prompt": "u", "messages": complete["chosen"], **complete}) == expected
+    assert targets_of(pairs, {"prompt": "u", "messages": complete["chosen"], **complete}) == expected
     sharegpt = {name: {"from": "gpt", "value": answer[0]["content"]} for name, answer in answers.items()}
-    assert targets_of({"conversations": [{"from": "human", "value": "u"}], **sharegpt}) == expected
-    assert targets_of({"instruction": "u", "chosen": "yes", "rejected": "no"}) == expected
+    assert targets_of(pairs, {"conversations": [{"from": "human", "value": "u"}], **sharegpt}) == expected
+    assert targets_of(pairs, {"instruction": "u", "chosen": "yes", "rejected": "no"}) == expected
 
 
 @pytest.mark.parametrize(
@@ -67,9 +77,9 @@ def test_texts_and_messages() -> None:
         ({"prompt": "u", "chosen": [{"role": 1}], "rejected": []}, "must have the key role"),
     ],
 )
-def test_invalid_pairs(line: object, message: str) -> None:
+def test_invalid_pairs(pairs: Preferences, line: object, message: str) -> None:
     with pytest.raises(InvalidRecordError, match=message):
-        parse_pair(parse_object(json.dumps(line).encode()), Bytes(), encoder)
+        pairs.parse(parse_object(json.dumps(line).encode()))
 
 
 def test_what_is_too_long_or_broken_is_counted_and_both_answers_go_together(tmp_path) -> None:
@@ -79,7 +89,7 @@ def test_what_is_too_long_or_broken_is_counted_and_both_answers_go_together(tmp_
 
     def preferences(**settings: object) -> Preferences:
         records = open_records(Preferences, [file], sequence_length=6, **settings)
-        records._encoder = encoder
+        records._encoder = encoder()
         return records
 
     def read(**settings: object) -> tuple[list[list[int]], str]:

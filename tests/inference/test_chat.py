@@ -235,7 +235,7 @@ def test_a_conversation_goes_on_after_the_text_of_the_final_channel(
         prompts.append(bytes(tokens.tolist()).decode())
         return iter([257, *b"analysis", 258, *b"why", 257, *b"final", 258, *b"said"])
 
-    monkeypatch.setattr("jaxmem.inference.chat.tokenizer_of", lambda _: WithChannels())
+    monkeypatch.setattr("jaxmem.inference.chat.tokenizer_for", lambda *_: WithChannels())
     monkeypatch.setattr("jaxmem.inference.generate.Conversation.__call__", answer)
     (template := tmp_path / "x.jinja").write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
