@@ -11,15 +11,11 @@ initial_weights.py  InitialWeights: how weights are created and stored
 state.py            TrainState and StateSpec: shapes and shardings of the state and of a batch
 programs.py         Program: the functions that `plan` and `train` compile
 
-With `memory.offload: optimizer` or `memory.update: during`:
-
-update_by_layer.py    the update of one weight after the other, of stacks layer by layer
-update_vocab.py       the update of an embedding or output matrix in slices
-
 With `memory.update: during`:
 
-update_during.py      one update: forward, then backward through the parts of the network, updating each of them
-by_parts.py           the forward and backward pass, part by part
-intercepted_parts.py  the parts of the model of a script
-update_in_stages.py   the same on pipeline stages
+update_during.py     one update: forward, then backward through the parts of the network, updating each of them
+update_in_stages.py  the same on pipeline stages
+parts.py             the parts of a network and of its loss, also of the model of a script
+update_piecewise.py  the update of stacks layer by layer, and of matrices slice by slice; for `memory.offload: optimizer`
+                     too
 """

@@ -32,10 +32,10 @@ from jaxmem.sharding.trees import without
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack.call import StackCall
 from jaxmem.stack.reverse import Visitor, differentiable_weights
-from jaxmem.step.by_parts import parts_of
 from jaxmem.step.gradients import Reduce
 from jaxmem.step.model import ModelSpec
 from jaxmem.step.objective import Batch, Objective, Sums, objective_of
+from jaxmem.step.parts import parts_of
 from jaxmem.step.state import StateSpec
 from jaxmem.typing import Tree
 

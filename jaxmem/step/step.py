@@ -7,10 +7,10 @@ micro-batches in one pass.
 
 In order:
 
-1. `_gradients` differentiates the objective with respect to proxies of the trainable weights: arrays of the gradient's
-   dtype in place of weights that may be quantized or sharded (`sharding.weights`). The network reads its weights, and
-   gathers or dequantizes them, where it uses them. One micro-batch: `gradients.differentiate`; several:
-   `gradients.accumulate`; pipeline stages: `pipeline.pipeline_gradients`.
+1. `_gradients` differentiates the objective (`objective.py`) with respect to proxies of the trainable weights: arrays
+   of the gradient's dtype in place of weights that may be quantized or sharded (`sharding.weights`). The network reads
+   its weights, and gathers or dequantizes them, where it uses them. Several micro-batches: `gradients.accumulate`;
+   pipeline stages: `pipeline.pipeline_gradients`.
 2. `nonfinite.squared_norms` has a norm for each layer: the gradient's norm, and the first gradient that is not finite.
 3. `_metrics`, which need the weights and the state before the update.
 4. `_update` applies the optimizer: clipping, the rule, weight decay and learning rate. `optim.apply_updates` adds the
@@ -37,7 +37,7 @@ from jaxmem.sharding.gathering import stored_axes
 from jaxmem.sharding.trees import merge
 from jaxmem.sharding.weights import apply_hooks, differentiable, with_gradients
 from jaxmem.step import nonfinite
-from jaxmem.step.gradients import accumulate, applies_hooks_by_layer, differentiate
+from jaxmem.step.gradients import accumulate
 from jaxmem.step.objective import FORWARD_STATE, Batch, Sums, means, objective_of
 from jaxmem.step.state import StateSpec, TrainState, next_loss_scale
 from jaxmem.typing import Tree
@@ -113,7 +113,7 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
         scale = state.loss_scale.scale / objective.count_losses(batch["mask"][0])
 
     def loss(proxies: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
-        """The loss of a micro-batch. Stacks apply the hooks of their weights layer by layer."""
+        """The loss of a micro-batch."""
         before = model.with_forward_state(state.params, batch.get(FORWARD_STATE))
         network = model.bind(with_gradients(before, proxies, partial_stacks))
         sums = objective(network, {name: x for name, x in batch.items() if name != FORWARD_STATE}, keys)
@@ -121,26 +121,25 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
             sums = sums | {FORWARD_STATE: network.state}
         return objective.trained_sum(sums) * scale, sums
 
-    def loss_of_hooked(proxies: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
-        """The same loss if the hooks cannot be applied layer by layer."""
-        return loss(apply_hooks(proxies), batch, keys)
-
     proxies = differentiable(model.select(state.params), spec.gradient_dtype)
+    micro_batch, keys = jax.tree.map(lambda x: x[0], (batch, row_keys))
     if model.execution.pipeline is not None:
         from jaxmem.step.pipeline import pipeline_gradients
 
         grads, sums = pipeline_gradients(spec, state.params, batch, row_keys, scale)
     elif len(row_keys) == 1:
-        micro_batch = jax.tree.map(lambda x: x[0], batch)
-        grads, sums = differentiate(loss, proxies, micro_batch, row_keys[0], axes)
+        grads, sums = jax.grad(loss, has_aux=True)(proxies, micro_batch, keys)
+        # XLA reduce-scatters each gradient as soon as it is computed, and no device stores a full gradient.
+        grads = constrain_tree(grads, axes, "gradients")
     else:
-        begin = model.forward_state_of(state.params)
-        by_layer = True
+        of_micro_batch = loss
         if not cfg.user.is_empty:  # the loss of a script may use the weights of layers several times
-            micro_batch, keys = jax.tree.map(lambda x: x[0], (batch, row_keys))
-            by_layer = not partial_stacks and applies_hooks_by_layer(loss, proxies, micro_batch, keys, axes)
-        of_micro_batch = loss if by_layer else loss_of_hooked
+            from jaxmem.step.parts import applies_hooks_by_layer
+
+            if partial_stacks or not applies_hooks_by_layer(loss, proxies, micro_batch, keys, axes):
+                of_micro_batch = lambda proxies, *inputs: loss(apply_hooks(proxies), *inputs)  # noqa: E731
         dtype = None if objective.needs_all_rows else model.execution.dtype
+        begin = model.forward_state_of(state.params)
         grads, sums = accumulate(of_micro_batch, proxies, batch, row_keys, axes, dtype, begin)
     divisor = jnp.maximum(sums["count"], 1.0) * scale
     return jax.tree.map(lambda g: (g.astype(jnp.float32) / divisor).astype(g.dtype), grads), sums
@@ -164,7 +163,7 @@ def _update(
 
     def update(grads: Params) -> tuple[Params, Tree]:
         if on_host:
-            from jaxmem.step.update_by_layer import update_singly
+            from jaxmem.step.update_piecewise import update_singly
 
             new, states = update_singly(spec, params, grads, state.opt_state, write, norm)
             return merge(params, *new), optim.record_norm(merge(state.opt_state, *states), norm)

@@ -23,7 +23,7 @@ from jaxmem.step import nonfinite
 from jaxmem.step.objective import Batch, Sums, objective_of
 from jaxmem.step.pipeline import PipelineResult, StageArrays, StageVisit, VisitOfStage, execute, stacks_of
 from jaxmem.step.state import StateSpec, TrainState
-from jaxmem.step.update_by_layer import LayerUpdate, StackUpdate, Updated, add_squares, update_singly
+from jaxmem.step.update_piecewise import LayerUpdate, StackUpdate, Updated, add_squares, update_singly
 from jaxmem.typing import Tree
 
 
