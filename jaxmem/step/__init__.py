@@ -16,6 +16,6 @@ With `memory.update: during`:
 update_during.py     one update: forward, then backward through the parts of the network, updating each of them
 update_in_stages.py  the same on pipeline stages
 parts.py             the parts of a network and of its loss, also of the model of a script
-update_piecewise.py  the update of stacks layer by layer, and of matrices slice by slice; for `memory.offload: optimizer`
-                     too
+update_piecewise.py  the update of stacks layer by layer, and of matrices slice by slice; also for
+                     `memory.offload: optimizer`
 """

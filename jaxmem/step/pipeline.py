@@ -110,9 +110,9 @@ def pipeline_gradients(
     return jax.tree.map(reduce, axes, grads, is_leaf=is_axes), result.sums
 
 
-def _local_axes(layout: Layout | None, objective: Objective) -> tuple[str, ...]:
+def _local_axes(layout: Layout, objective: Objective) -> tuple[str, ...]:
     """The mesh axes along which each device has the loss and the gradients of its own rows."""
-    return () if layout is None or objective.needs_all_rows else layout.local_gradient_axes
+    return () if objective.needs_all_rows else layout.local_gradient_axes
 
 
 def pipeline_sums(spec: StateSpec, objective: Objective, params: Params, batch: Batch) -> Sums:
@@ -127,8 +127,8 @@ def execute(
     table: Timetable,
     objective: Objective,
     params: Params,
-    batch: tuple[Batch, jax.Array | None],  # (batch, keys of its rows)
-    scale: jax.Array | float = 1.0,  # the factor of the loss
+    batch: tuple[Batch, jax.Array | None],
+    scale: jax.Array | float = 1.0,
     visit: StageVisit | None = None,
 ) -> PipelineResult:
     """Executes a schedule.

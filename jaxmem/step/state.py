@@ -245,14 +245,17 @@ class StateSpec:
         """Shape, dtype and sharding of the arrays in host memory; None for others."""
         return jax.tree.map(lambda on_host, x: x if on_host else None, self.is_on_host, self.state)
 
+    @cached_property
+    def backward_order(self) -> nonfinite.BackwardOrder:
+        """The order of gradients in the metrics."""
+        model = self.model
+        axes = model.select(model.axes)
+        return nonfinite.BackwardOrder(axes, model.execution.layer_order, model.selection.partial_stacks)
+
     @property
     def gradient_names(self) -> list[str]:
         """Names of gradients, one per layer for stacks; the metric `nonfinite.METRIC` is an index in this list."""
-        dense = jax.eval_shape(differentiable, self._shapes.params)
-        model = self.model
-        return nonfinite.gradient_names(
-            model.select(model.axes), model.select(dense), model.execution.layer_order, model.selection.partial_stacks
-        )
+        return self.backward_order.names(self._dense_shapes)
 
     def new_state(self, params: Params) -> TrainState:
         """The state before the first update of these parameters."""

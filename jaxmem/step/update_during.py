@@ -43,7 +43,6 @@ from jaxmem.sharding.table import is_axes
 from jaxmem.sharding.trees import Path, merge, nest, replace_at, select, single_weights, subtree, without
 from jaxmem.sharding.weights import differentiable, is_encoded, with_gradients
 from jaxmem.stack.reverse import ForwardPass, Visitor, forward, merge_micro_batches
-from jaxmem.step import nonfinite
 from jaxmem.step.model import ModelSpec
 from jaxmem.step.objective import Batch, Sums, objective_of
 from jaxmem.step.parts import parts_of
@@ -66,7 +65,7 @@ def update_during_backward(
 
     Returns:
         New parameters, new optimizer state, the sums of the objective, and the squared norms of the gradients in the
-        order of `nonfinite.gradient_names`.
+        order of `StateSpec.gradient_names`.
     """
     opt_state = state.opt_state
     network = _forward(spec, state.params, batch, keys)
@@ -124,7 +123,7 @@ def update_during_backward(
 
     axes = spec.model.select(spec.model.axes)
     zeros = jax.tree.map(lambda _: 0, axes, is_leaf=is_axes)
-    squares = nonfinite.in_backward_order(merge(zeros, *(update.squares for update in updates)), axes)
+    squares = spec.backward_order.sort(merge(zeros, *(update.squares for update in updates)))
     new_states = merge(opt_state, *(group_state for update in updates for group_state in update.states))
     new_params = merge(state.params, *(update.weights for update in updates))
     return new_params, optim.record_norm(new_states, jnp.sqrt(jnp.sum(squares))), network.sums, squares

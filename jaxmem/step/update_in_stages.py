@@ -94,7 +94,7 @@ def update_in_stages(
     new_states += map(fill, layers.states, result.values)
     zeros = jax.tree.map(lambda _: 0, axes, is_leaf=is_axes)
     all_squares = merge(zeros, layers.squares, nonfinite.sums_of_squares(grads, outside_axes))
-    squares = nonfinite.in_backward_order(all_squares, axes, spec.model.execution.layer_order)
+    squares = spec.backward_order.sort(all_squares)
     opt_state = optim.record_norm(merge(state.opt_state, *new_states), jnp.sqrt(jnp.sum(squares)))
     return merge(params, layers.weights, *new_outside), opt_state, result.sums, squares
 

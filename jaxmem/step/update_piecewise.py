@@ -245,9 +245,7 @@ class VocabUpdate:
             dw = self._gradient(gradient, weights, slices, j)
             weight_slice = _read_slice(slices, j, weights, self._axes, self.weights)
             state_slice = _read_slice(slices, j, state, self.group.state_axes, self.state)
-            vocab_dim = self._names.index("vocab")
-            entries = slices.entries(j).reshape(-1)
-            rows = VocabSlice(self._weight(self.weights).shape, vocab_dim, entries, total)
+            rows = VocabSlice(self._shape, self._vocab_dim, slices.entries(j).reshape(-1), total)
             return dw, *self.group.update(dw, state_slice, weight_slice, write, norm=norm, vocab_slice=rows)
 
         sums = sliced_sums(update, slices.count)
@@ -278,19 +276,19 @@ class VocabUpdate:
         self, gradient: SliceGradient, weights: Tree, slices: VocabSlices | None = None, j: jax.Array | None = None
     ) -> Tree:
         """The gradient of slice j, without slices of the complete matrix, as a tree like `weights`."""
-        weight = self._weight(weights)
+        weight = _only_weight(weights)
         dw = gradient(weight, slices, j).astype(weight.dtype if self.dtype is None else self.dtype)
         like = jax.tree.structure(weights, is_leaf=is_encoded)
         return constrain_tree(jax.tree.unflatten(like, [dw]), self.group.axes, "gradients")
 
-    def _weight(self, weights: Tree) -> Weight:
-        (weight,) = jax.tree.leaves(weights, is_leaf=is_encoded)
-        return weight
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return _only_weight(self.weights).shape
 
     @property
-    def _names(self) -> Axes:
+    def _vocab_dim(self) -> int:
         (names,) = jax.tree.leaves(self.group.axes, is_leaf=is_axes)
-        return names
+        return names.index("vocab")
 
     @property
     def _axes(self) -> Tree:
@@ -300,9 +298,13 @@ class VocabUpdate:
     def _slices(self) -> VocabSlices | None:
         arrays = [*_with_axes(self.weights, self._axes), *_with_axes(self.state, self.group.state_axes)]
         sizes = {x.shape[dim] for x, names in arrays if (dim := _dim(names)) is not None}
-        shape = self._weight(self.weights).shape
-        vocab = shape[self._names.index("vocab")]
-        return even_slices(vocab, self.entries or max(1, SLICE_SIZE * vocab // math.prod(shape)), sizes)
+        vocab = self._shape[self._vocab_dim]
+        return even_slices(vocab, self.entries or max(1, SLICE_SIZE * vocab // math.prod(self._shape)), sizes)
+
+
+def _only_weight(weights: Tree) -> Weight:
+    (weight,) = jax.tree.leaves(weights, is_leaf=is_encoded)
+    return weight
 
 
 def _with_axes(tree: Tree, axes: Tree) -> list[tuple[jax.Array, Axes]]:
