@@ -9,12 +9,13 @@ kernel_check.py     the check of the chosen implementations before a run
 categories.py       the category of each array of the state: parameters, optimizer state, ...
 initial_weights.py  InitialWeights: how weights are created and stored
 state.py            TrainState and StateSpec: shapes and shardings of the state and of a batch
+gradients.py        the gradients of several micro-batches
+pipeline.py         gradients, updates and evaluation on pipeline stages
 programs.py         Program: the functions that `plan` and `train` compile
 
 With `memory.update: during`:
 
 update_during.py     one update: forward, then backward through the parts of the network, updating each of them
-update_in_stages.py  the same on pipeline stages
 parts.py             the parts of a network and of its loss, also of the model of a script
 update_piecewise.py  the update of stacks layer by layer, and of matrices slice by slice; also for
                      `memory.offload: optimizer`

@@ -132,7 +132,7 @@ def attention_choice(
     least = min(seconds for seconds, _ in by_method.values())
     best = next(method for method, (seconds, _) in by_method.items() if seconds <= _CLOSE * least)
     time, choice = by_method.pop(best)
-    others = ", ".join(f"{method} {other / time - 1:+.0%}" for method, (other, _) in by_method.items())
+    others = ", ".join(f"{method} {seconds / time - 1:+.0%}" for method, (seconds, _) in by_method.items())
     why = f"{best} over context{f', estimated time of others: {others}' if others else ''}; {choice.why}"
     return replace(choice, why=why, context_method=best)
 

@@ -168,9 +168,11 @@ def applies_hooks_by_layer(
 
     jaxpr = jax.make_jaxpr(traced)(params, batch, keys).jaxpr
     is_once = len(set(map(id, stacks))) == len(stacks)
+    used = {x for equation in jaxpr.eqns for x in equation.invars if isinstance(x, Var)}
+    used |= {x for x in jaxpr.outvars if isinstance(x, Var)}
     in_stack = jax.tree.leaves(jax.tree.map(lambda names, _: is_stacked(names), axes, params, is_leaf=is_axes))
-    weights = [x for x, is_of_layers in zip(jaxpr.invars, in_stack, strict=False) if is_of_layers]
-    return is_once and not _depend(jaxpr, jaxpr.outvars, weights) and all(trace == traces[0] for trace in traces)
+    is_used = any(is_of_layers and x in used for x, is_of_layers in zip(jaxpr.invars, in_stack, strict=False))
+    return is_once and not is_used and all(trace == traces[0] for trace in traces)
 
 
 def _marked(tree: Tree, mark: jax.Array) -> Tree:

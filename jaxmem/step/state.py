@@ -146,17 +146,18 @@ class StateSpec:
             return
         during = self.cfg.memory.update == "during"
         setting = "memory.update=during" if during else "memory.offload=optimizer"
-        other = "memory.update=after" if during else "memory.offload=none"
+        alternative = "memory.update=after" if during else "memory.offload=none"
         if not self._updates_single_weights:
             raise UserError(
                 f"{setting} does not support the argument optimizer if its mask or labels are a tree, because it "
-                f"updates one layer at a time; pass the mask or labels as a function of the parameters, or use {other}"
+                f"updates one layer at a time; pass the mask or labels as a function of the parameters, or use "
+                f"{alternative}"
             )
         if not self._is_elementwise:
             raise UserError(
                 f"{setting} does not support the argument optimizer if its updates depend on several values of a "
                 "gradient (clip_by_global_norm, lars, lamb, ...), because it updates one layer at a time; use "
-                f"{other}, or in place of the argument an optimizer of the config with optimizer.clip"
+                f"{alternative}, or in place of the argument an optimizer of the config with optimizer.clip"
             )
 
     @property

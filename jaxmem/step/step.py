@@ -95,7 +95,7 @@ def _update_during(
             " memory.update=after, or layers without such state, e.g. nnx.GroupNorm or nnx.LayerNorm"
         )
     if spec.model.execution.pipeline is not None:
-        from jaxmem.step.update_in_stages import update_in_stages
+        from jaxmem.step.pipeline import update_in_stages
 
         return update_in_stages(spec, state, batch, row_keys, write)
     from jaxmem.step.update_during import update_during_backward

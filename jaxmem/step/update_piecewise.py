@@ -320,8 +320,8 @@ def _read_slice(slices: VocabSlices, j: jax.Array, tree: Tree, axes: Tree, unsli
     """A slice of weight or state. Leaves without a vocabulary dimension, e.g. the number of updates, are taken from
     `unsliced`, the tree before the update."""
 
-    def read_leaf(names: Axes, x: jax.Array, other: jax.Array) -> jax.Array:
-        return other if (dim := _dim(names)) is None else slices.read(x, dim, j)
+    def read_leaf(names: Axes, x: jax.Array, before: jax.Array) -> jax.Array:
+        return before if (dim := _dim(names)) is None else slices.read(x, dim, j)
 
     return with_sliced_sizes(jax.tree.map(read_leaf, axes, tree, unsliced, is_leaf=is_axes), tree)
 
