@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, UInt8
 from jaxmem.config.hf_quantized import HfScheme
 from jaxmem.errors import UserError
 from jaxmem.hf.tensors import DTYPES, TensorEntry, Tensors
+from jaxmem.kernels.codes import FP4, NF4, dynamic_code
 from jaxmem.quant import FORMATS, QTensor
 from jaxmem.quant.formats import pack
 from jaxmem.typing import Tree
@@ -69,7 +70,7 @@ class Bitsandbytes4:
         }
 
     def prepare(self, parts: Parts, redundant: Parts) -> None:
-        """Adds the mean of the scales, which a file has in JSON."""
+        """Checks the tables of values, and adds the mean of the scales, which a file has in JSON."""
         name = f"{QUANT_STATE}{self.scheme.listed}"
         try:
             state = json.loads(bytes(redundant[name]))
@@ -81,6 +82,14 @@ class Bitsandbytes4:
         expected = self.block, self.scheme.scale_group
         if sizes != expected:
             raise ValueError(f"blocks and groups of scales have sizes {sizes}, but quantization_config {expected}")
+        tables = {
+            "quant_map": {"nf4": NF4, "fp4": FP4}[self.scheme.format],
+            "nested_quant_map": dynamic_code(8, signed=True),
+        }
+        for end, values in tables.items():
+            saved = redundant.get(f"weight.{end}", np.asarray(values))
+            if not (saved.shape == (len(values),) and np.allclose(saved, values, atol=1e-7)):
+                raise ValueError(f"{end} has other values than {self.scheme.format} of bitsandbytes")
 
     def weight(self, parts: Parts) -> Tree:
         """The weight [in, out]."""

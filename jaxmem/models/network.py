@@ -2,7 +2,7 @@
 
 A network of the config names its parts: its stacks of layers, its operations with an embedding or output matrix, each
 with the path of its weights, and functions in between. So a step can compute and differentiate the parts one after the
-other (`step/by_parts.py`), and pipeline stages can compute the layers apart from the parts around them.
+other (`step/update_during.py`), and pipeline stages can compute the layers apart from the parts around them.
 """
 
 from collections.abc import Callable, Sequence

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.kernels.scopes import run_count
-from jaxmem.pipeline.stage_layers import Gradients, LayersOfStage, Row, StageLayers, run_if
+from jaxmem.pipeline.stage_layers import Gradients, LayersOfStage, Row, StageLayers, add, run_if
 from jaxmem.pipeline.timetable import BACKWARD, FORWARD, Timetable
 from jaxmem.sharding.arrays import all_reduce
 from jaxmem.sharding.host import put_layer, take_layer
@@ -53,12 +53,14 @@ class Results(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The carry of the loop: rings of slots, sums, and the results that are sent after the tick."""
+    """The carry of the loop: rings of slots, results, and what is sent after the tick."""
 
     saved: Tree  # `StageLayers.empty_ring`
     inputs: Tree
     gradients: Tree
-    results: Results
+    layers: Gradients
+    outside: Tree
+    sums: Tree
     forward: Tree  # sent to the next stage; until the operation runs, the first stage has the embedding here
     backward: Tree  # sent to the previous stage
 
@@ -96,7 +98,7 @@ class _Run:
         }
         of_stage = {name: jnp.asarray(x)[:, self._stage] for name, x in columns.items()}
         state, _ = jax.lax.scan(self._tick, self._begin(), (of_stage, every))
-        return state.results
+        return Results(state.layers, state.outside, state.sums)
 
     def _tick(self, state: _State, row: tuple[Row, Row]) -> tuple[_State, None]:
         of_stage, every = row
@@ -108,15 +110,14 @@ class _Run:
             if scope := self._table.scope(kind, self._p.recomputes):
                 state = run_if(of_stage["kind"] == kind, partial(operation, of_stage), state, scope)
         loss = partial(self._loss, every["loss"], of_stage["gradients"], state.forward)
-        sums = state.gradients, state.results.outside, state.results.sums
-        gradients, outside, sums = run_if(every["loss"] >= 0, loss, sums, self._per_item)
+        carry = state.gradients, state.outside, state.sums
+        gradients, outside, sums = run_if(every["loss"] >= 0, loss, carry, self._per_item)
         if self._table.has_backward:
             embedding_gradient = partial(self._embedding_gradient, every["gradient"], state.backward)
             outside = run_if(every["gradient"] >= 0, embedding_gradient, outside, self._per_item)
         inputs = self._receive("received", 1, row, state.forward, state.inputs)
         gradients = self._receive("received_gradients", -1, row, state.backward, gradients)
-        results = state.results._replace(outside=outside, sums=sums)
-        return state._replace(inputs=inputs, gradients=gradients, results=results), None
+        return state._replace(inputs=inputs, gradients=gradients, outside=outside, sums=sums), None
 
     def _receive(self, name: str, by: int, row: tuple[Row, Row], sent: Tree, ring: Tree) -> Tree:
         """Stores what the neighbour sent, in ticks in which any stage receives something."""
@@ -145,16 +146,16 @@ class _Run:
         ring, outside, sums = carry
         y = self._from_stage(last, y)
         if not self._table.has_backward:
-            return ring, outside, _add(sums, network.loss(network.outside, y, item)[1])
+            return ring, outside, add(sums, network.loss(network.outside, y, item)[1])
         loss = lambda proxies, y: network.loss(proxies, y, item)  # noqa: E731
         value, back, sums_of_item = jax.vjp(loss, network.outside, y, has_aux=True)
         dw, dy = back(jnp.ones_like(value))
-        return _put_if(self._stage == last, ring, slot, dy), _add(outside, dw), _add(sums, sums_of_item)
+        return _put_if(self._stage == last, ring, slot, dy), add(outside, dw), add(sums, sums_of_item)
 
     def _embedding_gradient(self, micro: jax.Array, g: Tree, outside: Tree) -> Tree:
         g = self._from_stage(0, g)
         (dw,) = jax.vjp(lambda proxies: self._network.embed(proxies, self._micro(micro)).x, self._network.outside)[1](g)
-        return _add(outside, dw)
+        return add(outside, dw)
 
     def _from_stage(self, stage: int, x: Tree) -> Tree:
         """The arrays of one stage, on all stages."""
@@ -167,14 +168,14 @@ class _Run:
         received = take_layer(state.inputs, jnp.maximum(row["inputs"], 0))
         x = jax.tree.map(lambda x, y: jnp.where(is_first, x, y), state.forward, received)
         call = self._layers.prepare(self._call(row["micro"]))
-        y, saved = self._layers.forward(call, x, row, state.saved, state.results.layers)
+        y, saved = self._layers.forward(call, x, row, state.saved, state.layers)
         return state._replace(saved=saved, forward=y)
 
     def _backward(self, row: Row, state: _State) -> _State:
         call = self._layers.prepare(self._call(row["micro"]))
         g = take_layer(state.gradients, row["gradients"])
-        g, saved, of_layers = self._layers.backward(call, g, row, state.saved, state.results.layers)
-        return state._replace(saved=saved, results=state.results._replace(layers=of_layers), backward=g)
+        g, saved, of_layers = self._layers.backward(call, g, row, state.saved, state.layers)
+        return state._replace(saved=saved, layers=of_layers, backward=g)
 
     # ------------------------------------------------------------------ the first carry
 
@@ -190,8 +191,10 @@ class _Run:
         wide = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, jnp.float32))
         trains = self._table.has_backward
         outside, gradients, g = (wide(network.outside), ring(of_gradients), x) if trains else ((), (), ())
-        results = Results(self._layers.zero_gradients(), outside, wide(loss))
-        return _State(self._layers.empty_ring(), ring(of_inputs), gradients, results, x, g)
+        layers = self._layers
+        return _State(
+            layers.empty_ring(), ring(of_inputs), gradients, layers.zero_gradients(), outside, wide(loss), x, g
+        )
 
     def _call(self, micro: jax.Array) -> StackCall:
         return self._network.embed(self._network.outside, self._micro(micro))
@@ -205,7 +208,3 @@ def _put_if(condition: jax.Array, ring: Tree, slot: jax.Array, new: Tree) -> Tre
     slot = jnp.maximum(slot, 0)
     old = take_layer(ring, slot)
     return put_layer(ring, slot, jax.tree.map(lambda new, old: jnp.where(condition, new, old), new, old))
-
-
-def _add(total: Tree, new: Tree) -> Tree:
-    return jax.tree.map(lambda total, x: total + x.astype(total.dtype), total, new)

@@ -103,13 +103,12 @@ class StageLayers:
                 assert self._derivative is not None
                 x, saved = self._derivative.forward(weights, x, layer_input, call.shared)
                 return x, put_layer(ring, slot * group + place, call.save(saved)), following
-            ring = put_layer(
-                ring, slot * plan.slots + jnp.asarray(plan.forward_slots, jnp.int32)[place], call.save_boundary(x)
-            )
+            slot_of_layer = slot * plan.slots + jnp.asarray(plan.forward_slots, jnp.int32)[place]
+            ring = put_layer(ring, slot_of_layer, call.save_boundary(x))
             return call.run(weights, x, layer_input, call.shared)[0], ring, following
 
-        begin = x, ring, self._fetch(call, jnp.int32(0), round_index)
-        x, ring, _ = jax.lax.fori_loop(0, group, step, begin)
+        first = self._fetch(call, jnp.int32(0), round_index)
+        x, ring, _ = jax.lax.fori_loop(0, group, step, (x, ring, first))
         return x, ring
 
     def backward(
@@ -140,17 +139,16 @@ class StageLayers:
             else:
                 read = partial(self._weights_and_input, current, round_index)
                 ring = recompute(current, ring, place, slot * plan.slots, read)
-                x = call.load_boundary(
-                    take_layer(ring, slot * plan.slots + jnp.asarray(plan.backward_slots, jnp.int32)[place])
-                )
+                slot_of_layer = slot * plan.slots + jnp.asarray(plan.backward_slots, jnp.int32)[place]
+                x = call.load_boundary(take_layer(ring, slot_of_layer))
                 proxies = self._layers.proxies_of(weights)
                 _, derivative = differentiate_layer(current.run, proxies, weights, layer_input, call.shared, x)
             dw, g = derivative(g)
             gradients, g = self._add(gradients, place, row, dw, g)
             return g, ring, gradients, following
 
-        begin = g, ring, gradients, self._fetch(self._with_weights(call, gradients), jnp.int32(group - 1), round_index)
-        g, ring, gradients, _ = jax.lax.fori_loop(0, group, step, begin)
+        last = self._fetch(self._with_weights(call, gradients), jnp.int32(group - 1), round_index)
+        g, ring, gradients, _ = jax.lax.fori_loop(0, group, step, (g, ring, gradients, last))
         return g, ring, gradients
 
     def _with_weights(self, call: StackCall, gradients: Gradients) -> StackCall:
@@ -166,7 +164,7 @@ class StageLayers:
         count = self._p.micro_batches
         layer = self._place(place, row["round_index"])
         if visitor is None or count > 1:
-            sums = _add_at(sums, layer, dw)
+            sums = put_layer(sums, layer, add(take_layer(sums, layer), dw))
         if visitor is None:
             return Gradients(sums, visitor_carry), g
         layer, sums, dw, g = jax.lax.optimization_barrier((layer, sums, dw, g))
@@ -185,31 +183,25 @@ class StageLayers:
 
     def empty_ring(self) -> Tree:
         """The ring of what F saves for B."""
-        of_items, *_ = self._table.slots.counts
-        plan = self._call.plan
-        x = self._x
-        empty = zeros_on_host if self._call.on_host else jnp.zeros
         if not self._table.has_backward:
             return ()
+        items, *_ = self._table.slots.counts
+        plan = self._call.plan
         if plan is not None:
-            slots = of_items * plan.slots
-            at_home = lambda x: jnp.broadcast_to(x, (slots, *x.shape))  # noqa: E731
-            slot = self._call.encode_boundary(x)
-            stored = jax.tree.map(
-                lambda x: empty((slots, *x.shape), x.dtype) if self._call.on_host else at_home(x), slot
-            )
-        else:
-            derivative = self._derivative
-            assert derivative is not None
-            saved = jax.make_jaxpr(lambda: derivative.forward(*self._example())[1])().out_avals
-            stored = [
-                # A policy has sent the values that it offloads by name to the host already.
-                (zeros_on_host if array.memory_space == jax.memory.Space.Host else empty)(
-                    (of_items * self._p.group, *array.shape), array.dtype
-                )
-                for array in saved
-            ]
-        return stored
+            slots = items * plan.slots
+            boundary = self._call.encode_boundary(self._x)
+            if self._call.on_host:
+                return jax.tree.map(lambda x: zeros_on_host((slots, *x.shape), x.dtype), boundary)
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, (slots, *x.shape)), boundary)
+        derivative = self._derivative
+        assert derivative is not None
+        saved = jax.make_jaxpr(lambda: derivative.forward(*self._example())[1])().out_avals
+        # A policy has sent the values that it offloads by name to the host already.
+        is_away = [self._call.on_host or array.memory_space == jax.memory.Space.Host for array in saved]
+        return [
+            (zeros_on_host if away else jnp.zeros)((items * self._p.group, *array.shape), array.dtype)
+            for array, away in zip(saved, is_away, strict=True)
+        ]
 
     def zero_gradients(self) -> Gradients:
         """The gradients before the first backward pass."""
@@ -248,15 +240,9 @@ class StageLayers:
         return self._weights(call, place, round_index, fetched), self._input(call, place, round_index)
 
 
-def _add_at(total: Tree, layer: jax.Array, new: Tree) -> Tree:
-    """Adds the gradients of a layer, in place."""
-    return jax.tree.map(
-        lambda total, x: jax.lax.dynamic_update_index_in_dim(
-            total, jax.lax.dynamic_index_in_dim(total, layer, keepdims=False) + x.astype(total.dtype), layer, 0
-        ),
-        total,
-        new,
-    )
+def add(total: Tree, new: Tree) -> Tree:
+    """The sums, in their dtype."""
+    return jax.tree.map(lambda total, x: total + x.astype(total.dtype), total, new)
 
 
 def run_if(condition: jax.Array, function: Callable[[Tree], Tree], state: Tree, scope: str) -> Tree:

@@ -8,7 +8,7 @@ large as for N layers.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -73,8 +73,8 @@ def apply_call(call: StackCall) -> tuple[Tree, Tree]:
     forms |= {(*group, size, *form) for form in forms for size in (1, call.layers) for group in ((), vmap_groups())}
     outputs = []
     x = call.x
-    for layers in ranges:
-        x, output = _apply(layers.restrict(replace(call, x=x)), forms)
+    for start, stop in ranges:
+        x, output = _apply(_restricted(replace(call, x=x), start, stop), forms)
         outputs.append(output)
     return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
 
@@ -208,52 +208,44 @@ def stacked(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) 
     return module
 
 
-@dataclass(frozen=True)
-class LayerRange:
-    """Layers from `start` to before `stop`."""
-
-    start: int
-    stop: int
-
-    def restrict(self, call: StackCall) -> StackCall:
-        """The same call for these layers only."""
-        leaves, form = jax.tree.flatten(call.weights, is_leaf=has_proxy)
-        numbers = jnp.arange(self.start, self.stop, dtype=jnp.int32)
-        # `proxy=None`: frozen weights have no gradient, even if `shared` is differentiated.
-        frozen = [StoredWeight(leaf.stored, None) if isinstance(leaf, StoredWeight) else None for leaf in leaves]
-
-        def run(proxies: list[Tree], x: Tree, numbered: Tree, shared: Tree) -> tuple[Tree, Tree]:
-            number, layer_input = numbered
-            frozen, shared_inputs = shared
-            layer = [
-                proxy if frozen_leaf is None else StoredWeight(take_layer(frozen_leaf.stored, number), proxy)
-                for proxy, frozen_leaf in zip(proxies, frozen, strict=True)
-            ]
-            return call.run(jax.tree.unflatten(form, layer), x, layer_input, shared_inputs)
-
-        inputs = numbers, jax.tree.map(lambda x: x[self.start : self.stop], call.inputs)
-        trainable = [self._trainable(leaf) for leaf in leaves]
-        return replace(call, run=run, weights=trainable, inputs=inputs, shared=(frozen, call.shared))
-
-    def _trainable(self, leaf: Tree) -> Tree:
-        """The trainable part of a weight in this range, or None."""
-        layers = trainable_layers(leaf)
-        start = self.start
-        if layers is not None:
-            if start not in layers:
-                return None
-            start = layers.index(start)
-        stop = start + self.stop - self.start
-        return jax.tree.map(lambda x: x[start:stop], proxy_of(leaf))
-
-
-def layer_ranges(weights: Tree) -> list[LayerRange]:
-    """The ranges of a stack; a single range if no weight is trainable in some layers only."""
+def layer_ranges(weights: Tree) -> list[tuple[int, int]]:
+    """The first layer of each range and the layer after it; a single range if no weight is trainable in some layers
+    only."""
     leaves = jax.tree.leaves(weights, is_leaf=has_proxy)
     count = leaves[0].shape[0]
     learning = [{*layers} for layers in map(trainable_layers, leaves) if layers is not None]
     edges = [n for n in range(1, count) if any((n in layers) != (n - 1 in layers) for layers in learning)]
-    return [LayerRange(start, stop) for start, stop in pairwise((0, *edges, count))]
+    return list(pairwise((0, *edges, count)))
+
+
+def _restricted(call: StackCall, start: int, stop: int) -> StackCall:
+    """The same call for the layers of a range only."""
+    leaves, form = jax.tree.flatten(call.weights, is_leaf=has_proxy)
+    numbers = jnp.arange(start, stop, dtype=jnp.int32)
+    # `proxy=None`: frozen weights have no gradient, even if `shared` is differentiated.
+    frozen = [StoredWeight(leaf.stored, None) if isinstance(leaf, StoredWeight) else None for leaf in leaves]
+
+    def run(proxies: list[Tree], x: Tree, numbered: Tree, shared: Tree) -> tuple[Tree, Tree]:
+        number, layer_input = numbered
+        frozen, shared_inputs = shared
+        layer = [
+            proxy if frozen_leaf is None else StoredWeight(take_layer(frozen_leaf.stored, number), proxy)
+            for proxy, frozen_leaf in zip(proxies, frozen, strict=True)
+        ]
+        return call.run(jax.tree.unflatten(form, layer), x, layer_input, shared_inputs)
+
+    def trainable(leaf: Tree) -> Tree:
+        """The trainable part of a weight in this range, or None."""
+        layers = trainable_layers(leaf)
+        if layers is None:
+            layers = tuple(range(stop))
+        if start not in layers:
+            return None
+        first = layers.index(start)
+        return jax.tree.map(lambda x: x[first : first + stop - start], proxy_of(leaf))
+
+    inputs = numbers, jax.tree.map(lambda x: x[start:stop], call.inputs)
+    return replace(call, run=run, weights=list(map(trainable, leaves)), inputs=inputs, shared=(frozen, call.shared))
 
 
 def trainable_layers(weight: Tree) -> tuple[int, ...] | None:

@@ -1,6 +1,6 @@
 """A stack of layers that is about to be applied, and the settings of how it is applied.
 
-A network that cannot name its parts (the model of a script, `step/intercepted_parts.py`) is run within `with
+A network that cannot name its parts (the model of a script, `step/parts.py`) is run within `with
 intercept_with(handler):`. There each stack that is about to be applied (`StackCall`) and each operation with a
 vocabulary matrix (`models.vocab_slices.VocabOp`) is passed to `handler`, in the order of the computation. The result of
 `handler` is used instead; if it is None, the operation is computed as usual.

@@ -25,8 +25,6 @@ from jaxmem.stack.call import Run, StackCall
 from jaxmem.stack.scheduled import available_after, fetch_layer, first_pass, layer_with, recompute, scan_layers
 from jaxmem.typing import Tree
 
-# (carry, layer, gradient of its weights, result of `fetch`) -> carry
-Visit = Callable[[Tree, jax.Array, Tree, Tree], Tree]
 # gradient of the output of a layer -> gradients of its weights and of its input
 Derivative = Callable[[Tree], tuple[Tree, Tree]]
 
@@ -40,7 +38,7 @@ class Visitor:
 
     begin: Tree  # the first carry
     weights: Callable[[Tree], Tree]  # carry -> the stacked weights
-    visit: Visit
+    visit: Callable[[Tree, jax.Array, Tree, Tree], Tree]  # (carry, layer, weight gradient, result of `fetch`) -> carry
     # (carry, layer) -> what `visit` receives. It is called before the gradient of the layer is computed, so that the
     # copies it starts overlap with that computation.
     fetch: Callable[[Tree, jax.Array], Tree] = lambda *_: None
@@ -51,10 +49,9 @@ class ForwardPass:
     """A stack after its forward pass."""
 
     call: StackCall
+    proxies_of: ProxiesOf
     y: Tree
     micro: int  # number of micro-batches; rows are in the order of `merge_micro_batches`
-    proxies_of: ProxiesOf
-    saved: "SavedResiduals | SavedBoundaries"
 
     def backward(self, g: Tree, visitor: Visitor) -> tuple[Tree, Tree]:
         """Returns the last carry of the visitor and the gradient of the stack's input x."""
@@ -69,7 +66,7 @@ class ForwardPass:
             weights = layer_with(stacked, layer, fetched_weights)
             layer_input = take_layer(self.call.inputs, layer)
             fetched_weights = fetch_layer(stacked, layer - 1)
-            saved, ahead = self.saved.read(layer, stacked, ahead)
+            saved, ahead = self._read(layer, stacked, ahead)
             result = visitor.fetch(carried, layer)
             dw, dx = self._gradients(weights, split_micro_batches(layer_input, self.micro, rows), shared, saved, g)
             # Reads happen before the visitor writes; otherwise XLA would copy the old weights.
@@ -77,22 +74,33 @@ class ForwardPass:
             return visitor.visit(carried, layer, dw, result), dx, ahead, fetched_weights
 
         last = fetch_layer(visitor.weights(visitor.begin), available_after(self.y, jnp.int32(layers - 1)))
-        begin = visitor.begin, split_micro_batches(g, self.micro, rows), self.saved.begin(), last
+        begin = visitor.begin, split_micro_batches(g, self.micro, rows), self._begin(), last
         carried, g, *_ = jax.lax.fori_loop(0, layers, step, begin)
         return carried, merge_micro_batches(g, self.micro)
 
     def _gradients(self, weights: Tree, layer_input: Tree, shared: Tree, saved: Tree, g: Tree) -> tuple[Tree, Tree]:
         """The gradients of the weights of a layer and of its input."""
         if self.micro == 1:
-            return self.saved.derivative(weights, layer_input, shared, saved)(g)
+            return self._derivative(weights, layer_input, shared, saved)(g)
 
         def add(total: Tree, of_micro_batch: tuple[Tree, Tree, Tree, Tree]) -> tuple[Tree, Tree]:
             layer_input, shared, saved, g = of_micro_batch
-            dw, dx = self.saved.derivative(weights, layer_input, shared, saved)(g)
+            dw, dx = self._derivative(weights, layer_input, shared, saved)(g)
             return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, dw), dx
 
         zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), self.proxies_of(weights))
         return jax.lax.scan(add, zeros, (layer_input, shared, saved, g))
+
+    def _begin(self) -> Tree:
+        """The first carry of `_read`."""
+        raise NotImplementedError
+
+    def _read(self, layer: jax.Array, weights: Tree, carry: Tree) -> tuple[Tree, Tree]:
+        """(layer, stacked weights, carry) -> (what `_derivative` needs for this layer, carry)."""
+        raise NotImplementedError
+
+    def _derivative(self, weights: Tree, layer_input: Tree, shared: Tree, saved: Tree) -> Derivative:
+        raise NotImplementedError
 
 
 def forward(call: StackCall, trainable: Tree = True, dtype: DTypeLike | None = None, micro: int = 1) -> ForwardPass:
@@ -109,7 +117,7 @@ def forward(call: StackCall, trainable: Tree = True, dtype: DTypeLike | None = N
     if call.plan is None:
         return _save_residuals(call, proxies_of, micro)
     y, _, slots = first_pass(call, call.plan)
-    return ForwardPass(call, y, micro, proxies_of, SavedBoundaries(call, proxies_of, slots))
+    return _SavedBoundaries(call, proxies_of, y, micro, slots)
 
 
 def differentiate_layer(
@@ -174,25 +182,21 @@ def differentiable_weights(trainable: Tree, dtype: DTypeLike | None) -> ProxiesO
 
 
 @dataclass(frozen=True)
-class SavedResiduals:
+class _SavedResiduals(ForwardPass):
     """Every layer has saved the residuals of its derivative: [layers, ...], or [micro, layers, ...]."""
 
-    call: StackCall
-    micro: int
     layer: SavedDerivative
     residuals: list[jax.Array]
 
-    def begin(self) -> Tree:
-        """The first carry of `read`."""
+    def _begin(self) -> Tree:
         return self._load(jnp.int32(self.call.layers - 1)) if self.call.on_host else None
 
-    def read(self, layer: jax.Array, _: Tree, ahead: Tree) -> tuple[Tree, Tree]:
-        """(layer, stacked weights, carry) -> (what `derivative` needs for this layer, carry)."""
+    def _read(self, layer: jax.Array, _: Tree, ahead: Tree) -> tuple[Tree, Tree]:
         if self.call.on_host:  # the previous layer is copied while this one computes
             return ahead, self._load(jnp.maximum(layer - 1, 0))
         return self._load(layer), None
 
-    def derivative(self, weights: Tree, layer_input: Tree, shared: Tree, residuals: Tree) -> Derivative:
+    def _derivative(self, weights: Tree, layer_input: Tree, shared: Tree, residuals: Tree) -> Derivative:
         return self.layer.load(weights, layer_input, shared, residuals)
 
     def _load(self, layer: jax.Array) -> list[jax.Array]:
@@ -223,29 +227,26 @@ def _save_residuals(call: StackCall, proxies_of: ProxiesOf, micro: int) -> Forwa
         return y, saved
 
     y, saved = layers(batch) if micro == 1 else jax.lax.map(layers, batch)
-    saved_residuals = SavedResiduals(call, micro, of_layer, saved)
-    return ForwardPass(call, merge_micro_batches(y, micro), micro, proxies_of, saved_residuals)
+    return _SavedResiduals(call, proxies_of, merge_micro_batches(y, micro), micro, of_layer, saved)
 
 
 @dataclass(frozen=True)
-class SavedBoundaries:
+class _SavedBoundaries(ForwardPass):
     """Some layers have saved their input; that of the others is recomputed by running earlier layers, which have not
     been updated yet."""
 
-    call: StackCall
-    proxies_of: ProxiesOf
     slots: Tree
 
-    def begin(self) -> Tree:
+    def _begin(self) -> Tree:
         return self.slots
 
-    def read(self, layer: jax.Array, weights: Tree, slots: Tree) -> tuple[Tree, Tree]:
+    def _read(self, layer: jax.Array, weights: Tree, slots: Tree) -> tuple[Tree, Tree]:
         assert self.call.plan is not None
         slots = recompute(replace(self.call, weights=weights), slots, layer)
         backward_slots = jnp.asarray(self.call.plan.backward_slots, jnp.int32)
         return self.call.load_boundary(take_layer(slots, backward_slots[layer])), slots
 
-    def derivative(self, weights: Tree, layer_input: Tree, shared: Tree, x: Tree) -> Derivative:
+    def _derivative(self, weights: Tree, layer_input: Tree, shared: Tree, x: Tree) -> Derivative:
         return differentiate_layer(self.call.run, self.proxies_of(weights), weights, layer_input, shared, x)[1]
 
 

@@ -18,7 +18,6 @@ from jaxmem.sharding.host import device_leaves, host_leaves, put_layer, take_lay
 from jaxmem.sharding.layout import Layout, current
 from jaxmem.sharding.trees import fill
 from jaxmem.sharding.weights import (
-    HookedWeight,
     StoredWeight,
     has_proxy,
     hooks_in_place,
@@ -160,7 +159,9 @@ def by_plan(call: StackCall) -> tuple[Tree, Tree]:
             of_weights, g, of_input, of_layer_shared = derivative(carry.g, of_output)
             results = carry.results
             if hooked:
-                results = _write_results(hooked, results, layer, of_weights)
+                # Written in place: until then, a layer has the arguments of its hooks there.
+                of_hooks = zip(hooked, results, jax.tree.leaves(of_weights), strict=True)
+                results = [put_layer(r, layer, w.hook(g, take_layer(r, layer))) for w, r, g in of_hooks]
                 of_weights = None
             of_shared = jax.tree.map(jnp.add, carry.of_shared, of_layer_shared)
             return _Carry(slots, previous_x, previous, g, of_shared, results), (of_weights, of_input)
@@ -179,14 +180,6 @@ def by_plan(call: StackCall) -> tuple[Tree, Tree]:
 
     apply.defvjp(forward, backward)
     return apply(call.weights, call.x, call.inputs, call.shared)
-
-
-def _write_results(
-    hooked: list[HookedWeight], results: list[jax.Array], layer: jax.Array, gradients: Tree
-) -> list[jax.Array]:
-    """`results`, with those of one layer written in place. Until then, a layer has the arguments of its hooks there."""
-    of_weights = zip(hooked, results, jax.tree.leaves(gradients), strict=True)
-    return [put_layer(result, layer, w.hook(g, take_layer(result, layer))) for w, result, g in of_weights]
 
 
 def _in_groups(run: Run) -> Run:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxmem.config import Config, Model
+from jaxmem.config import Config
 from jaxmem.config.networks import ImageInput, UserModel
 
 Array = tuple[tuple[int, ...], DTypeLike, tuple[str | None, ...]]  # shape, dtype, logical axes
@@ -33,16 +33,12 @@ def batch_spec(cfg: Config) -> dict[str, Array]:
     model = ImageInput() if isinstance(cfg.model, UserModel) else cfg.model
     size = model.image_size  # type: ignore[union-attr]
     channels = model.channels  # type: ignore[union-attr]
-    images: Array = ((*rows, size, size, channels), image_dtype(cfg.model), (*axes, "height", "width", "channels"))
+    dtype = np.float32 if getattr(cfg.model, "inputs", "numbers") == "numbers" else np.int32  # numbers, or categories
+    images: Array = ((*rows, size, size, channels), dtype, (*axes, "height", "width", "channels"))
     if cfg.objective.name == "contrastive":
         return {"inputs": images, "pairs": images, "mask": mask}
     labels: Array = (rows, np.int32 if cfg.objective.name in ("classify", "own") else np.float32, axes)
     return {"inputs": images, "targets": labels, "mask": mask}
-
-
-def image_dtype(model: Model) -> DTypeLike:
-    """int32 for a model that embeds pixels as categories, float32 otherwise."""
-    return np.int32 if getattr(model, "inputs", "numbers") != "numbers" else np.float32
 
 
 def rows(spec: Spec) -> range:

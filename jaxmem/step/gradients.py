@@ -1,4 +1,4 @@
-"""Gradients of a batch that is divided into micro-batches, and when devices reduce them.
+"""Gradients of a batch of several micro-batches, and when devices reduce them.
 
 The backward pass adds the gradient of each layer to the sum over micro-batches as soon as it is computed
 (`weights.HookedWeight`), so memory holds one float32 sum per weight, and the gradients of one layer.
@@ -32,7 +32,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
-from jax.extend.core import Var, get_opaque_trace_state
 from jax.typing import DTypeLike
 
 from jaxmem.optim.groups import constrain_tree
@@ -41,19 +40,10 @@ from jaxmem.sharding.arrays import GROUPS, constrain
 from jaxmem.sharding.layout import Layout, current
 from jaxmem.sharding.table import Axes, Role, is_axes, is_stacked
 from jaxmem.sharding.weights import HookedWeight, differentiable
-from jaxmem.stack.apply import result_shapes
-from jaxmem.stack.call import StackCall, intercept_with
 from jaxmem.step.objective import FORWARD_STATE, Batch, Sums
 from jaxmem.typing import AxesTree, Tree
 
 Loss = Callable[[Params, Batch, jax.Array], tuple[jax.Array, Sums]]  # (weights, batch, keys of its rows)
-
-
-def differentiate(loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: AxesTree) -> tuple[Params, Sums]:
-    """Gradients of one batch. They are constrained to their sharding, so that XLA reduce-scatters each gradient as soon
-    as it is computed and no device stores a full gradient."""
-    grads, sums = jax.grad(loss, has_aux=True)(params, batch, keys)
-    return constrain_tree(grads, axes, "gradients"), sums
 
 
 def accumulate(
@@ -100,46 +90,14 @@ def accumulate(
     looped = (batch, keys) if local is None else jax.tree.map(lambda x: x[:-1], (batch, keys))
     last = jax.tree.map(lambda x: x[-1], (batch, keys))
     groups = () if local is None else (local.groups,)
-    zeros = (
-        jax.tree.map(lambda w: jnp.zeros((*groups, *w.shape), jnp.float32), params),
-        {
-            name: jnp.zeros(x.shape, jnp.float32)
-            for name, x in jax.eval_shape(loss, params, *last)[1].items()
-            if name != FORWARD_STATE
-        },
-    )
-    grads, sums, state = jax.lax.scan(add, (*zeros, state or None), looped)[0]
+    zeros = jax.tree.map(lambda w: jnp.zeros((*groups, *w.shape), jnp.float32), params)
+    _, shapes = jax.eval_shape(loss, params, *last)
+    no_sums = {name: jnp.zeros(x.shape, jnp.float32) for name, x in shapes.items() if name != FORWARD_STATE}
+    (grads, sums, state), _ = jax.lax.scan(add, (zeros, no_sums, state or None), looped)
     if local is None:
         return grads, sums | ({FORWARD_STATE: state} if state else {})
     grads, sums_of_last = local.add_last(loss, params, grads, *last)
     return grads, jax.tree.map(jnp.add, sums, sums_of_last)
-
-
-def applies_hooks_by_layer(loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: AxesTree) -> bool:
-    """Whether the hooks of stacked weights can be applied layer by layer: a loss applies each stack of layers at most
-    once, not within a loop of its own, and uses the weights of stacks nowhere else."""
-    stacks: list[Any] = []
-    states: list[Any] = []
-
-    def replace_stack(part: Any) -> Any:
-        if not isinstance(part, StackCall):
-            return None
-        stacks.append(part.weights)
-        states.append(get_opaque_trace_state(convention="jaxmem"))
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), result_shapes(part))
-
-    def traced(*arguments: Any) -> Any:
-        states.append(get_opaque_trace_state(convention="jaxmem"))
-        with intercept_with(replace_stack):
-            return loss(*arguments)
-
-    jaxpr = jax.make_jaxpr(traced)(params, batch, keys).jaxpr
-    is_once = len({id(jax.tree.leaves(weights)[0]) for weights in stacks}) == len(stacks)
-    used = {x for equation in jaxpr.eqns for x in equation.invars if isinstance(x, Var)}
-    used |= {x for x in jaxpr.outvars if isinstance(x, Var)}
-    names = jax.tree.leaves(jax.tree.map(lambda names, _: is_stacked(names), axes, params, is_leaf=is_axes))
-    is_used = any(has_layers and x in used for has_layers, x in zip(names, jaxpr.invars, strict=False))
-    return is_once and not is_used and all(state == states[0] for state in states)
 
 
 def _with_hooks(loss: Loss, axes: AxesTree, hook: Callable[[Axes], Any], in_place: bool = False) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ operation, such as `kernels.attention(..., implementation="cudnn")`. A run check
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxmem.config import Config, Decoder, Precision, Vit
 from jaxmem.errors import UserError, unsupported
@@ -36,25 +36,19 @@ NONE_FAILED: Mapping[str, str] = {}
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation that a run uses for an operation. `kind`: the dtypes and formats of its calls."""
+    """The implementation that a run uses for an operation."""
 
     implementation: str
     why: str
-    kind: str
-
-
-@dataclass(frozen=True)
-class AttentionChoice(Choice):
-    """The implementation of attention, and the communication over `mesh.context`."""
-
-    context_method: str = "ring"
+    kind: str  # the dtypes and formats of its calls
+    context_method: str = "ring"  # of attention: its communication over `mesh.context`
 
 
 @dataclass(frozen=True)
 class KernelChoices:
     """The choice for each operation; None: the config does not have the operation."""
 
-    attention: AttentionChoice | None
+    attention: Choice | None
     experts: Choice | None
     update: Choice | None
 
@@ -93,27 +87,18 @@ def attention_request(cfg: Config, platform: str) -> Request | None:
     share = share_of(cfg)
     if not isinstance(model, Decoder | Vit):
         return None
-    if isinstance(model, Decoder):
-        length = share.row_length
-        dim = model.head_dim
-        window = model.window
-        soft_cap = model.attention_soft_cap
-    else:
-        length = model.patches
-        dim = model.embed // model.heads
-        window = None
-        soft_cap = None
     is_text = isinstance(model, Decoder)
+    length = share.row_length if isinstance(model, Decoder) else model.patches
     return Request(
         dtype=compute_dtype(cfg.precision, platform).name,
         queries=length,
         keys=length,
         heads=share.heads,
-        dim=dim,
+        dim=model.head_dim if isinstance(model, Decoder) else model.embed // model.heads,
         batch=share.complete_rows,
         masked=is_text,
-        window=window is not None,
-        soft_cap=soft_cap is not None,
+        window=isinstance(model, Decoder) and model.window is not None,
+        soft_cap=isinstance(model, Decoder) and model.attention_soft_cap is not None,
         deterministic=cfg.train.deterministic,
         has_segments=is_text and cfg.data.packing,
         max_segments=cfg.data.max_segments,
@@ -122,7 +107,7 @@ def attention_request(cfg: Config, platform: str) -> Request | None:
 
 def attention_choice(
     cfg: Config, platform: str, capability: int | None, failed: Mapping[str, str] = NONE_FAILED
-) -> AttentionChoice | None:
+) -> Choice | None:
     """The choice for attention, or None without attention. `capability`: that of the GPU (90 for 9.0), or None for a
     CPU. `failed`: implementations that failed their check, and the reasons. Raises UserError if the config names an
     implementation that does not support the call."""
@@ -131,7 +116,7 @@ def attention_choice(
     if call is None:
         return None
     if cfg.mesh.context == 1:
-        return AttentionChoice(**vars(attention_kernel(call, named, capability, failed)))
+        return attention_kernel(call, named, capability, failed)
     share = share_of(cfg)
     by_method: dict[str, tuple[float, Choice]] = {}  # estimated seconds, and the kernel
     refused: list[UserError] = []
@@ -147,9 +132,9 @@ def attention_choice(
     least = min(seconds for seconds, _ in by_method.values())
     best = next(method for method, (seconds, _) in by_method.items() if seconds <= _CLOSE * least)
     time, choice = by_method.pop(best)
-    others = ", ".join(f"{method} {other / time - 1:+.0%}" for method, (other, _) in by_method.items())
+    others = ", ".join(f"{method} {seconds / time - 1:+.0%}" for method, (seconds, _) in by_method.items())
     why = f"{best} over context{f', estimated time of others: {others}' if others else ''}; {choice.why}"
-    return AttentionChoice(choice.implementation, why, choice.kind, best)
+    return replace(choice, why=why, context_method=best)
 
 
 def attention_kernel(

@@ -14,8 +14,9 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem import adapters, models
-from jaxmem.config import Config
-from jaxmem.errors import UserError
+from jaxmem.config import Config, Precision
+from jaxmem.config.names import split_stack
+from jaxmem.errors import UserError, nearest
 from jaxmem.optim.selection import Selection
 from jaxmem.quant.precision import Params
 from jaxmem.sharding.table import Axes, is_axes
@@ -26,6 +27,8 @@ from jaxmem.typing import AxesTree, Tree
 
 if TYPE_CHECKING:
     from jaxmem.models.user import FlaxModel
+
+OUTPUT_LAYER = "head"  # never in FP8: a decoder's logits are also computed in slices of this layer's weight
 
 
 class Structure(NamedTuple):
@@ -147,7 +150,7 @@ class ModelSpec:
         """The trainable part of a tree of parameters or of their axes, with None for frozen ones."""
         return self.selection.select(params)
 
-    def _with_new_adapters(self, network: Any) -> Any:
+    def _with_new_adapters(self, network: Tree) -> Tree:
         adapters.attach(network, self.cfg.adapter, jax.random.key(0))
         return network
 
@@ -159,9 +162,7 @@ class ModelSpec:
         else:
             network = models.build(self.cfg.model, nnx.Rngs(params=key), self.execution.of_network)
         if self.cfg.precision.compute == "fp8":
-            from jaxmem.step.fp8_layers import use_fp8
-
-            use_fp8(network, self.cfg.precision, self.execution.capability)
+            _use_fp8(network, self.cfg.precision, self.execution.capability)
         return network
 
     def _build_flax(self, key: jax.Array) -> tuple[Any, Mapping[tuple[str, ...], int]]:
@@ -183,3 +184,30 @@ def axes_of(path: tuple[Any, ...], variable: nnx.Variable) -> Axes:
 
 def _count(shapes: Tree) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+
+
+def _use_fp8(network: nnx.Module, precision: Precision, capability: int | None) -> None:
+    """Sets the scaling of the linear layers that `precision.fp8_layers` matches, in place. `capability`: that of the
+    GPU (90 for 9.0), or None for a CPU, which emulates FP8."""
+    from jaxmem.models.fp8 import MIN_CAPABILITY, MXFP8_MAJOR
+    from jaxmem.models.linear import Linear
+
+    if capability is not None and capability < MIN_CAPABILITY:
+        given = f"precision.compute=fp8 requires compute capability 8.9, not {capability / 10:.1f}"
+        raise UserError(f"{given}; use precision.compute=bfloat16")
+    if capability is not None and capability // 10 != MXFP8_MAJOR and precision.fp8_scaling == "mxfp8":
+        given = f"precision.fp8_scaling=mxfp8 requires compute capability {MXFP8_MAJOR}.x, not {capability / 10:.1f}"
+        raise UserError(f"{given}; use precision.fp8_scaling=tensor or row")
+    modules = [(split_stack(".".join(map(str, path)))[0], module) for path, module in nnx.iter_modules(network)]
+    layers = [(name, module) for name, module in modules if isinstance(module, Linear)]
+    names = dict.fromkeys(name for name, _ in layers)
+    for pattern in precision.fp8_layers:
+        matched = {name for name in names if precision.replace(fp8_layers=(pattern,)).is_fp8(name)}
+        if not matched:
+            raise UserError(f"precision.fp8_layers: {pattern} matches no linear layer{nearest(pattern, names)}")
+        if matched == {OUTPUT_LAYER}:
+            given = f"precision.fp8_layers: {pattern} matches only the output layer, which FP8 does not support"
+            raise UserError(f"{given}; use patterns of other layers, for example *blocks.*")
+    for name, layer in layers:
+        if name != OUTPUT_LAYER and precision.is_fp8(name):
+            layer.scaling = precision.fp8_scaling

@@ -6,8 +6,7 @@ order is: weights after the layers, then layers from the last to the first, then
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import TypeAlias
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -18,31 +17,59 @@ from jaxmem.config.names import count_layers, is_last_stack, split_stack
 from jaxmem.sharding.table import Axes, is_axes, is_stacked, path_name
 from jaxmem.typing import AxesTree, Tree
 
-PartialStacks: TypeAlias = Mapping[KeyPath, tuple[int, ...]]  # by path, the layers of a stack that have a gradient
-NO_PARTIAL_STACKS: PartialStacks = MappingProxyType({})
-
-METRIC = "nonfinite"  # name of a metric: the index in `gradient_names` of the first gradient that is not finite, or -1
+METRIC = "nonfinite"  # name of a metric: the index among the names of gradients of the first non-finite one, or -1
 AFTER_LAYERS = ("head", "norm")  # modules of networks between the layers and the loss
 
 
-def gradient_names(
-    axes: AxesTree, sizes: Tree, order: list[int] | None = None, partial: PartialStacks = NO_PARTIAL_STACKS
-) -> list[str]:
-    """Names in the order of `squared_norms`. `order` is the layer that is stored at each position of a stack."""
-    leaves = jax.tree_util.tree_leaves_with_path(sizes)
-    lengths = {path: leaf.shape[0] for path, leaf in leaves if leaf.ndim}
-    names = []
-    for path, _, layer in _backward_order(axes, lengths, order, partial):
-        name = split_stack(path_name(path))[0]
-        names.append(name if layer is None else f"{name} of layer {layer}")
-    return names
+@dataclass(frozen=True)
+class BackwardOrder:
+    """The order in which the backward pass computes the gradients of weights, one per layer for stacks."""
 
+    axes: AxesTree  # of the trainable weights
+    layer_order: list[int] | None = None  # the layer that is stored at each position of a stack; None: in order
+    # By path, the layers of a stack that have a gradient, if not all have one.
+    partial_stacks: Mapping[KeyPath, tuple[int, ...]] = field(default_factory=dict)
 
-def squared_norms(
-    grads: Tree, axes: AxesTree, order: list[int] | None = None, partial: PartialStacks = NO_PARTIAL_STACKS
-) -> jax.Array:
-    """`sums_of_squares` in the order of `gradient_names`."""
-    return in_backward_order(sums_of_squares(grads, axes), axes, order, partial)
+    def names(self, sizes: Tree) -> list[str]:
+        """The name of each gradient. `sizes`: the weights, or their shapes."""
+        leaves = jax.tree_util.tree_leaves_with_path(sizes)
+        lengths = {path: leaf.shape[0] for path, leaf in leaves if leaf.ndim}
+        names = []
+        for path, _, layer in self._entries(lengths):
+            name = split_stack(path_name(path))[0]
+            names.append(name if layer is None else f"{name} of layer {layer}")
+        return names
+
+    def squared_norms(self, grads: Tree) -> jax.Array:
+        """The sum of squares of each gradient."""
+        return self.sort(sums_of_squares(grads, self.axes))
+
+    def sort(self, sums: Tree) -> jax.Array:
+        """`sums_of_squares` in this order."""
+        by_path = dict(jax.tree_util.tree_leaves_with_path(sums))
+        sizes = {path: x.size for path, x in by_path.items()}
+        starts = dict(zip(by_path, np.cumsum([0, *sizes.values()]), strict=False))
+        positions = [starts[path] + index for path, index, _ in self._entries(sizes)]
+        return jnp.concatenate([x.reshape(-1) for x in by_path.values()])[np.asarray(positions)]
+
+    def _entries(self, lengths: dict[KeyPath, int]) -> list[tuple[KeyPath, int, int | None]]:
+        """(path, index among the gradients of this weight, layer or None)."""
+        entries: list[tuple[tuple[int, ...], KeyPath, int, int | None]] = []
+        stacks: dict[KeyPath, int] = {}
+        count = count_layers(map(path_name, lengths))
+        for number, (path, names) in enumerate(jax.tree_util.tree_leaves_with_path(self.axes, is_leaf=is_axes)):
+            if not is_stacked(names):
+                entries.append(((0 if path[0].key in AFTER_LAYERS else 2, number), path, 0, None))
+                continue
+            # Lists of a script's model may have other names; those within one module count as one stack.
+            depth = next((n for n, step in enumerate(path) if step.key.startswith("blocks")), 1)
+            stack = stacks.setdefault(path[:depth], len(stacks))
+            name = path_name(path)
+            order = self.layer_order if is_last_stack(name, count) else None
+            for index, position in enumerate(self.partial_stacks.get(path, range(lengths[path]))):
+                layer = _number(split_stack(name)[1], position if order is None else order[position])
+                entries.append(((1, -stack, -layer, number), path, index, layer))
+        return [entry for _, *entry in sorted(entries, key=lambda entry: entry[0])]  # type: ignore[misc]
 
 
 def sums_of_squares(grads: Tree, axes: AxesTree) -> Tree:
@@ -54,44 +81,10 @@ def sums_of_squares(grads: Tree, axes: AxesTree) -> Tree:
     return jax.tree.map(sum_of_squares, axes, grads, is_leaf=is_axes)
 
 
-def in_backward_order(
-    sums: Tree, axes: AxesTree, order: list[int] | None = None, partial: PartialStacks = NO_PARTIAL_STACKS
-) -> jax.Array:
-    """The sums of squares, one per layer for stacks, in the order of `gradient_names`."""
-    by_path = dict(jax.tree_util.tree_leaves_with_path(sums))
-    sizes = {path: x.size for path, x in by_path.items()}
-    starts = dict(zip(by_path, np.cumsum([0, *sizes.values()]), strict=False))
-    positions = [starts[path] + index for path, index, _ in _backward_order(axes, sizes, order, partial)]
-    return jnp.concatenate([x.reshape(-1) for x in by_path.values()])[np.asarray(positions)]
-
-
 def first(squares: jax.Array) -> jax.Array:
     """The index of the first value that is not finite, or -1."""
     bad = ~jnp.isfinite(squares)
     return jnp.where(jnp.any(bad), jnp.argmax(bad), -1).astype(jnp.int32)
-
-
-def _backward_order(
-    axes: AxesTree, lengths: dict[KeyPath, int], order: list[int] | None, partial: PartialStacks
-) -> list[tuple[KeyPath, int, int | None]]:
-    """(path, index among the gradients of this weight, layer or None) in the order in which the backward pass computes
-    the gradients."""
-    entries: list[tuple[tuple[int, ...], KeyPath, int, int | None]] = []
-    stacks: dict[KeyPath, int] = {}
-    count = count_layers(map(path_name, lengths))
-    for number, (path, names) in enumerate(jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes)):
-        if not is_stacked(names):
-            entries.append(((0 if path[0].key in AFTER_LAYERS else 2, number), path, 0, None))
-            continue
-        # Lists of a script's model may have other names; those within one module count as one stack.
-        depth = next((n for n, step in enumerate(path) if step.key.startswith("blocks")), 1)
-        stack = stacks.setdefault(path[:depth], len(stacks))
-        name = path_name(path)
-        order_of_stack = order if is_last_stack(name, count) else None
-        for index, position in enumerate(partial.get(path, range(lengths[path]))):
-            layer = _number(split_stack(name)[1], position if order_of_stack is None else order_of_stack[position])
-            entries.append(((1, -stack, -layer, number), path, index, layer))
-    return [entry for _, *entry in sorted(entries, key=lambda entry_with_order: entry_with_order[0])]  # type: ignore[misc]
 
 
 def _number(stack: range | None, position: int) -> int:

@@ -6,7 +6,6 @@ end, so that the result does not depend on the sizes of micro-batches.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -35,11 +34,24 @@ Sums = dict[str, jax.Array]  # "loss", "count"; "correct" for classification; "m
 class Objective:
     """(network, batch, dropout key of each row or None) -> sums, as the parts of the network and of the loss."""
 
-    network_parts: Callable[[Any, Batch, jax.Array | None], list[NetworkPart]]
-    loss_parts: Callable[[Any, Batch], list[NetworkPart]]  # from the result of the network to the sums
-    is_of_script: bool = False  # a script's loss is one part, also if the network names its parts
-    needs_all_rows: bool = False  # the loss of a row depends on the other rows of its micro-batch
-    count_losses: Callable[[jax.Array], float] = len  # of a micro-batch, from its mask [rows, ...]; a loss for each row
+    cfg: config.Objective
+    memory: config.Memory
+    user: UserObjects
+
+    @property
+    def is_of_script(self) -> bool:
+        """Whether a script passed the loss, which is one part, also if the network names its parts."""
+        return self.cfg.name == "own"
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether the loss of a row depends on the other rows of its micro-batch."""
+        return self.cfg.name in ("own", "contrastive")
+
+    def count_losses(self, mask: jax.Array) -> float:
+        """The losses in a micro-batch with this mask [rows, ...]: of each token, pair of answers, or row."""
+        counts = {"next_token": mask.size, "dpo": len(mask) / 2}
+        return counts.get(self.cfg.name, len(mask))
 
     def __call__(self, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
         return self.sums(network, self.features(network, batch, keys), batch)
@@ -60,45 +72,70 @@ class Objective:
             return None
         return [*self.network_parts(network, batch, keys), *self.loss_parts(network, batch)]
 
+    def network_parts(self, network: Any, batch: Batch, keys: jax.Array | None) -> list[NetworkPart]:
+        """The parts of the network before its output projection. For a script, its complete loss is one part, so that
+        all stacks of layers are in it."""
+        name = self.cfg.name
+        if self.is_of_script:
+            return [Part(lambda network, _: Flow(_sums_of_user(self.user, network, batch, keys)))]
+        if name in ("next_token", "dpo"):
+            return _token_parts(network, batch, keys)
+        return _pair_parts(network, batch, keys) if name == "contrastive" else _image_parts(network, batch, keys)
+
+    def loss_parts(self, network: Any, batch: Batch) -> list[NetworkPart]:
+        """From the result of `network_parts` to the sums."""
+        from jaxmem.kernels.scopes import purpose
+
+        if self.is_of_script:
+            return [Part(lambda _, flow: flow.x)]
+        if self.cfg.name in ("next_token", "dpo"):
+            return self._token_loss_parts(network, batch)
+        loss = _IMAGE_LOSSES[self.cfg.name]
+        return [Part(purpose("logits")(lambda network, flow: loss(self.cfg, network, flow.x, batch)))]
+
+    def _token_loss_parts(self, network: Any, batch: Batch) -> list[NetworkPart]:
+        """The output projection with the cross entropy of each token, and the sums."""
+        from jaxmem.kernels.scopes import purpose
+
+        is_dpo = self.cfg.name == "dpo"
+        terms = {} if is_dpo else {"label_smoothing": self.cfg.label_smoothing, "z_loss": self.cfg.z_loss}
+        labels = batch["targets"]
+        chunk = self.memory.loss_chunk
+
+        def options(x: jax.Array) -> dict[str, Any]:
+            return {**terms, "max_entries": max_update_entries(self.memory.update, x.shape[-1])}
+
+        @purpose("logits")
+        def loss(network: Any, flow: Flow) -> Flow:
+            return flow._replace(x=vocab_cross_entropy(network, flow.x, labels, chunk, **options(flow.x)))
+
+        @purpose("logits")
+        def separate(network: Any, flow: Flow) -> VocabOpResult | None:
+            return separate_cross_entropy(network, flow.x, labels, chunk, **options(flow.x))
+
+        @purpose("logits")
+        def add_up(_: Any, flow: Flow) -> Sums:
+            sums = _preferred(self.cfg, flow.x, batch) if is_dpo else _sums(flow.x, batch["mask"])
+            return _with_router(sums, flow.kept, batch["mask"])
+
+        loss_part = MatrixPart(loss, network.projection_path, separate) if names_parts(network) else Part(loss)
+        return [loss_part, Part(add_up)]
+
     def trained_sum(self, sums: Sums) -> jax.Array:
         """The sum that is differentiated: the loss, and the losses of routers. The metrics of a script, which may have
         the name of the latter, are not trained."""
         return sums["loss"] if self.is_of_script else sums["loss"] + sums.get(STATISTICS[0], jnp.float32(0))
 
 
-def objective_of(complete: config.Config) -> Objective:
+def objective_of(cfg: config.Config) -> Objective:
     """The objective of a config."""
-    cfg = complete.objective
-    memory = complete.memory
-    if cfg.name == "own":
-        return Objective(partial(_user_loss, complete.user), _user_sums, is_of_script=True, needs_all_rows=True)
-    terms = {"label_smoothing": cfg.label_smoothing, "z_loss": cfg.z_loss}
-    parts: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-        "next_token": (_tokens, partial(_token_losses, memory, _next_token, terms)),
-        "dpo": (_tokens, partial(_token_losses, memory, partial(_preferred, cfg), {})),
-        "classify": (_images, partial(_last, partial(_classify, cfg))),
-        "binary": (_images, partial(_last, _binary)),
-        "regress_l1": (_images, partial(_last, partial(_regress, jnp.abs))),
-        "regress_l2": (_images, partial(_last, partial(_regress, jnp.square))),
-        "contrastive": (_pairs, partial(_last, partial(_contrastive, cfg))),
-    }
-    counts: dict[str, Callable[[jax.Array], float]] = {"next_token": jnp.size, "dpo": lambda mask: len(mask) / 2}
-    return Objective(*parts[cfg.name], needs_all_rows=cfg.name == "contrastive", count_losses=counts.get(cfg.name, len))
+    return Objective(cfg.objective, cfg.memory, cfg.user)
 
 
 def means(sums: Mapping[str, jax.Array | float]) -> dict[str, jax.Array]:
     """The mean `loss`, and `accuracy`, `margin`, statistics of routers and the metrics of a script if there are any."""
     count = jnp.maximum(sums["count"], 1.0)
     return {_NAMES.get(kind, kind): total / count for kind, total in sums.items() if kind != "count"}
-
-
-def _user_loss(user: UserObjects, _network: Any, batch: Batch, keys: jax.Array | None) -> list[NetworkPart]:
-    """The complete loss that a script passed, as one part, so that all stacks of layers are in it."""
-    return [Part(lambda network, _: Flow(_sums_of_user(user, network, batch, keys)))]
-
-
-def _user_sums(_network: Any, _batch: Batch) -> list[NetworkPart]:
-    return [Part(lambda _, flow: flow.x)]
 
 
 def _sums_of_user(user: UserObjects, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
@@ -147,24 +184,21 @@ def _sums_of_user(user: UserObjects, network: Any, batch: Batch, keys: jax.Array
     return {name: jnp.float32(x) * rows for name, x in {"loss": loss, **metrics}.items()} | {"count": rows}
 
 
-def _tokens(network: Any, batch: Batch, keys: jax.Array | None) -> list[NetworkPart]:
+def _token_parts(network: Any, batch: Batch, keys: jax.Array | None) -> list[NetworkPart]:
     inputs = batch["inputs"], batch["positions"], batch["segment_ids"], keys
     if names_parts(network):
         return network.parts(*inputs)
     return [Part(lambda network, _: Flow(*network.features_and_router_statistics(*inputs)))]
 
 
-def _images(network: Any, batch: Batch, keys: jax.Array | None) -> list[NetworkPart]:
-    return _parts_of_images(network, batch["inputs"], keys)
-
-
-def _parts_of_images(network: Any, images: jax.Array, keys: jax.Array | None) -> list[NetworkPart]:
+def _image_parts(network: Any, batch: Batch, keys: jax.Array | None) -> list[NetworkPart]:
+    images = batch["inputs"]
     if names_parts(network):
         return network.parts(images, keys)
     return [Part(lambda network, _: Flow(network.features(images, keys=keys)))]
 
 
-def _pairs(network: Any, batch: Batch, keys: jax.Array | None) -> list[NetworkPart]:
+def _pair_parts(network: Any, batch: Batch, keys: jax.Array | None) -> list[NetworkPart]:
     """Both images of each pair, in one batch: row by row, so that no row changes its device."""
     rows = batch["mask"].shape[0]
     images = jnp.stack([batch["inputs"], batch["pairs"]], axis=1).reshape(2 * rows, *batch["inputs"].shape[1:])
@@ -174,50 +208,7 @@ def _pairs(network: Any, batch: Batch, keys: jax.Array | None) -> list[NetworkPa
         x = flow.x.reshape(rows, 2, *flow.x.shape[1:])
         return Flow((x[:, 0], x[:, 1]))
 
-    return [*_parts_of_images(network, images, both), Part(split)]
-
-
-def _last(loss: Callable[[Any, Any, Batch], Sums], _network: Any, batch: Batch) -> list[NetworkPart]:
-    """A loss (network, features, batch) -> sums as the last part."""
-    from jaxmem.kernels.scopes import purpose
-
-    return [Part(purpose("logits")(lambda network, flow: loss(network, flow.x, batch)))]
-
-
-# (loss of each token, batch) -> sums
-TokenSums = Callable[[jax.Array, Batch], Sums]
-
-
-def _token_losses(
-    memory: config.Memory, sums_of: TokenSums, terms: dict[str, float], network: Any, batch: Batch
-) -> list[NetworkPart]:
-    """The output projection with the cross entropy of each token, and the sums."""
-    from jaxmem.kernels.scopes import purpose
-
-    labels = batch["targets"]
-    chunk = memory.loss_chunk
-
-    def options(x: jax.Array) -> dict[str, Any]:
-        return {**terms, "max_entries": max_update_entries(memory.update, x.shape[-1])}
-
-    @purpose("logits")
-    def loss(network: Any, flow: Flow) -> Flow:
-        return flow._replace(x=vocab_cross_entropy(network, flow.x, labels, chunk, **options(flow.x)))
-
-    @purpose("logits")
-    def separate(network: Any, flow: Flow) -> VocabOpResult | None:
-        return separate_cross_entropy(network, flow.x, labels, chunk, **options(flow.x))
-
-    @purpose("logits")
-    def sums(_: Any, flow: Flow) -> Sums:
-        return _with_router(sums_of(flow.x, batch), flow.kept, batch["mask"])
-
-    loss_part = MatrixPart(loss, network.projection_path, separate) if names_parts(network) else Part(loss)
-    return [loss_part, Part(sums)]
-
-
-def _next_token(per_token: jax.Array, batch: Batch) -> Sums:
-    return _sums(per_token, batch["mask"])
+    return [*_image_parts(network, {"inputs": images}, both), Part(split)]
 
 
 def _preferred(cfg: config.Objective, per_token: jax.Array, batch: Batch) -> Sums:
@@ -231,7 +222,7 @@ def _preferred(cfg: config.Objective, per_token: jax.Array, batch: Batch) -> Sum
 
 def likelihoods(network: Any, batch: Batch, memory: config.Memory) -> jax.Array:
     """For each row, the log-probability of its tokens whose mask is 1."""
-    flow = run_parts(network, _tokens(network, batch, None))
+    flow = run_parts(network, _token_parts(network, batch, None))
     entries = max_update_entries(memory.update, flow.x.shape[-1])
     per_token = vocab_cross_entropy(network, flow.x, batch["targets"], memory.loss_chunk, max_entries=entries)
     return _likelihoods(per_token, batch)
@@ -259,15 +250,16 @@ def _classify(cfg: config.Objective, network: Network, x: jax.Array, batch: Batc
     return _sums(loss, batch["mask"], jnp.argmax(logits, axis=-1) == labels)
 
 
-def _binary(network: Network, x: jax.Array, batch: Batch) -> Sums:
+def _binary(_: config.Objective, network: Network, x: jax.Array, batch: Batch) -> Sums:
     logits = network.logits(x)[:, 0].astype(jnp.float32)
     labels = batch["targets"]
     loss = optax.losses.sigmoid_binary_cross_entropy(logits, labels)
     return _sums(loss, batch["mask"], (logits > 0) == (labels > 0.5))
 
 
-def _regress(error: Callable[[jax.Array], jax.Array], network: Network, x: jax.Array, batch: Batch) -> Sums:
-    return _sums(error(network.logits(x)[:, 0].astype(jnp.float32) - batch["targets"]), batch["mask"])
+def _regress(cfg: config.Objective, network: Network, x: jax.Array, batch: Batch) -> Sums:
+    error = network.logits(x)[:, 0].astype(jnp.float32) - batch["targets"]
+    return _sums(jnp.abs(error) if cfg.name == "regress_l1" else jnp.square(error), batch["mask"])
 
 
 def _contrastive(cfg: config.Objective, network: Network, pair: tuple[jax.Array, jax.Array], batch: Batch) -> Sums:
@@ -275,6 +267,15 @@ def _contrastive(cfg: config.Objective, network: Network, pair: tuple[jax.Array,
     scores = losses.similarities(left, right, batch["mask"], cfg.temperature)
     correct = jnp.argmax(scores, axis=-1) == jnp.arange(scores.shape[0])
     return _sums(losses.contrastive(scores), batch["mask"], correct)
+
+
+_IMAGE_LOSSES: Mapping[str, Callable[[config.Objective, Network, Any, Batch], Sums]] = {
+    "classify": _classify,
+    "binary": _binary,
+    "regress_l1": _regress,
+    "regress_l2": _regress,
+    "contrastive": _contrastive,
+}
 
 
 def _sums(loss: jax.Array, mask: jax.Array, correct: jax.Array | None = None) -> Sums:

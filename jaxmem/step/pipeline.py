@@ -1,4 +1,4 @@
-"""Gradients of all micro-batches of an update, and their evaluation, over pipeline stages (`pipeline.loop`).
+"""An update, or an evaluation, of all micro-batches over pipeline stages (`pipeline.loop`).
 
 The vocabulary of the embedding and of the output projection is sharded over the stages, which compute the embedding and
 the loss together. Other weights outside of the layers are replicated over the stages, like their gradients. If a model
@@ -6,6 +6,12 @@ has several stacks of layers, those before the last one are part of the embeddin
 
 Devices that process different rows and need the sum of their gradients (`Layout.local_gradient_axes`) sum them once,
 after the loop: the `jax.shard_map` is over these axes too.
+
+With `memory.update: during` (`update_in_stages`), a stage updates each of its layers in the backward pass of the last
+micro-batch, when the gradient of the layer is complete. With one micro-batch, the gradients of one layer exist at a
+time. With several, the schedule needs the float32 sums of all layers of a stage; the update then takes the temporary
+buffers of one layer. Embedding and output matrices, and first layers of another kind, are updated after the loop one
+after the other (`update_singly`), from their sums over the stages.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,9 +23,11 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
+from jaxmem import optim
 from jaxmem.config.names import split_stack
 from jaxmem.models.network import Layers, NetworkPart, run_parts
-from jaxmem.optim.groups import constrain_tree
+from jaxmem.optim.apply import Writer, sum_of_squares
+from jaxmem.optim.groups import ParameterGroup, constrain_tree
 from jaxmem.pipeline.loop import AXIS, PipelineNetwork, run
 from jaxmem.pipeline.stage_layers import LayersOfStage
 from jaxmem.pipeline.timetable import Timetable, evaluation
@@ -28,15 +36,17 @@ from jaxmem.sharding.arrays import map_stages, vocab_parts
 from jaxmem.sharding.gathering import stored_axes
 from jaxmem.sharding.layout import Layout, current
 from jaxmem.sharding.table import Axes, is_axes, is_stacked
-from jaxmem.sharding.trees import without
+from jaxmem.sharding.trees import fill, merge, single_weights, without
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack.call import StackCall
 from jaxmem.stack.reverse import Visitor, differentiable_weights
-from jaxmem.step.by_parts import parts_of
+from jaxmem.step import nonfinite
 from jaxmem.step.gradients import Reduce
 from jaxmem.step.model import ModelSpec
 from jaxmem.step.objective import Batch, Objective, Sums, objective_of
-from jaxmem.step.state import StateSpec
+from jaxmem.step.parts import parts_of
+from jaxmem.step.state import StateSpec, TrainState
+from jaxmem.step.update_piecewise import LayerUpdate, StackUpdate, Updated, add_squares, update_singly
 from jaxmem.typing import Tree
 
 
@@ -110,9 +120,9 @@ def pipeline_gradients(
     return jax.tree.map(reduce, axes, grads, is_leaf=is_axes), result.sums
 
 
-def _local_axes(layout: Layout | None, objective: Objective) -> tuple[str, ...]:
+def _local_axes(layout: Layout, objective: Objective) -> tuple[str, ...]:
     """The mesh axes along which each device has the loss and the gradients of its own rows."""
-    return () if layout is None or objective.needs_all_rows else layout.local_gradient_axes
+    return () if objective.needs_all_rows else layout.local_gradient_axes
 
 
 def pipeline_sums(spec: StateSpec, objective: Objective, params: Params, batch: Batch) -> Sums:
@@ -127,8 +137,8 @@ def execute(
     table: Timetable,
     objective: Objective,
     params: Params,
-    batch: tuple[Batch, jax.Array | None],  # (batch, keys of its rows)
-    scale: jax.Array | float = 1.0,  # the factor of the loss
+    batch: tuple[Batch, jax.Array | None],
+    scale: jax.Array | float = 1.0,
     visit: StageVisit | None = None,
 ) -> PipelineResult:
     """Executes a schedule.
@@ -214,6 +224,93 @@ def execute(
     arrays = (params[name], stacked), outside, batch, (jnp.float32(scale), values)
     of_layers, of_outside, (sums, new_values) = map_stages(stage, AXIS, local, stored, gradient_shardings)(*arrays)
     return PipelineResult(of_outside, sums, of_layers, new_values)
+
+
+def update_in_stages(
+    spec: StateSpec, state: TrainState, batch: Batch, keys: jax.Array, write: Writer
+) -> tuple[Params, Tree, Sums, jax.Array]:
+    """One update. Arguments and results are those of `update_during_backward`."""
+    model = spec.model
+    params = state.params
+    pipeline = model.execution.pipeline
+    name = stacks_of(model)[-1]
+    assert pipeline is not None
+    trainable = model.select(params)
+    axes = model.select(model.axes)
+    stack = {name: trainable[name]}
+    outside = without(trainable, [(name,)])
+    outside_axes = without(axes, [(name,)])
+    groups = [spec.group(weight) for weight in single_weights(stack)]
+
+    def run(visit: StageVisit) -> tuple[PipelineResult, Tree]:
+        """Also returns the mean gradients outside of the stages' layers."""
+        result = execute(spec, pipeline.timetable, objective_of(spec.cfg), params, (batch, keys), visit=visit)
+        grads = constrain_tree(result.outside, outside_axes, "gradients")
+        return result, _mean(grads, result.sums["count"])
+
+    def measure(stage: StageArrays) -> VisitOfStage:
+        """Adds up the squares of the gradients of a stage."""
+
+        def visit(squares: jax.Array, _: jax.Array, dw: Tree, __: None) -> jax.Array:
+            return add_squares(squares, groups, {name: _mean(dw, stage.count)})
+
+        return Visitor(jnp.zeros((), jnp.float32), lambda _: stage.weights, visit), lambda squares: (squares[None], ())
+
+    def update(stage: StageArrays) -> VisitOfStage:
+        """Updates the layers of a stage."""
+        norm, unstacked = stage.values
+        before = map(fill, stage.stacked, unstacked)
+        stacks = [
+            StackUpdate(group, group_state, write, norm, pipeline.stored, stage.first_layer)
+            for group, group_state in zip(groups, before, strict=True)
+        ]
+        layers = LayerUpdate(stacks)
+        trainable_weights = jax.tree.map(
+            lambda x, w: None if x is None else w, stack[name], stage.weights, is_leaf=lambda x: x is None
+        )
+
+        def weights(carry: Updated) -> Tree:
+            return merge({name: stage.weights}, carry.weights)[name]
+
+        def visit(carry: Updated, layer: jax.Array, dw: Tree, _: None) -> Updated:
+            return layers.update_layer(carry, layer, {name: _mean(dw, stage.count)})
+
+        def end(carry: Updated) -> tuple[Updated, list[Tree]]:
+            stacked, unstacked = _divide(groups, carry.states)
+            return carry._replace(states=stacked), unstacked
+
+        begin = layers.initial_carry({name: trainable_weights}, pipeline.stored // pipeline.stages)
+        return Visitor(begin, weights, visit), end
+
+    norm = None
+    if spec.cfg.needs_global_norm_first:
+        measured, grads = run(StageVisit((), (), measure))
+        norm = jnp.sqrt(jnp.sum(measured.of_layers) + sum_of_squares(grads))
+    stacked, unstacked = _divide(groups, [group.state(state.opt_state) for group in groups])
+    result, grads = run(StageVisit(stacked, (norm, unstacked), update))
+    layers: Updated = result.of_layers
+    new_outside, new_states = update_singly(spec, outside, grads, state.opt_state, write, norm)
+    new_states += map(fill, layers.states, result.values)
+    zeros = jax.tree.map(lambda _: 0, axes, is_leaf=is_axes)
+    all_squares = merge(zeros, layers.squares, nonfinite.sums_of_squares(grads, outside_axes))
+    squares = spec.backward_order.sort(all_squares)
+    opt_state = optim.record_norm(merge(state.opt_state, *new_states), jnp.sqrt(jnp.sum(squares)))
+    return merge(params, layers.weights, *new_outside), opt_state, result.sums, squares
+
+
+def _mean(grads: Tree, count: jax.Array) -> Tree:
+    return jax.tree.map(lambda g: g.astype(jnp.float32) / jnp.maximum(count, 1.0), grads)
+
+
+def _divide(groups: Sequence[ParameterGroup], states: Sequence[Tree]) -> tuple[list[Tree], list[Tree]]:
+    """For the state of each group, the leaves that are stacked, and those that are not; None for others."""
+    axes = [group.state_axes for group in groups]
+
+    def leaves(of_stacks: bool) -> list[Tree]:
+        select = lambda names, x: x if is_stacked(names) == of_stacks else None  # noqa: E731
+        return jax.tree.map(select, axes, states, is_leaf=is_axes)
+
+    return leaves(of_stacks=True), leaves(of_stacks=False)
 
 
 def stacks_of(model: ModelSpec) -> list[str]:

@@ -146,17 +146,18 @@ class StateSpec:
             return
         during = self.cfg.memory.update == "during"
         setting = "memory.update=during" if during else "memory.offload=optimizer"
-        other = "memory.update=after" if during else "memory.offload=none"
+        alternative = "memory.update=after" if during else "memory.offload=none"
         if not self._updates_single_weights:
             raise UserError(
                 f"{setting} does not support the argument optimizer if its mask or labels are a tree, because it "
-                f"updates one layer at a time; pass the mask or labels as a function of the parameters, or use {other}"
+                f"updates one layer at a time; pass the mask or labels as a function of the parameters, or use "
+                f"{alternative}"
             )
         if not self._is_elementwise:
             raise UserError(
                 f"{setting} does not support the argument optimizer if its updates depend on several values of a "
                 "gradient (clip_by_global_norm, lars, lamb, ...), because it updates one layer at a time; use "
-                f"{other}, or in place of the argument an optimizer of the config with optimizer.clip"
+                f"{alternative}, or in place of the argument an optimizer of the config with optimizer.clip"
             )
 
     @property
@@ -255,14 +256,17 @@ class StateSpec:
         """Shape, dtype and sharding of the arrays in host memory; None for others."""
         return jax.tree.map(lambda on_host, x: x if on_host else None, self.is_on_host, self.state)
 
+    @cached_property
+    def backward_order(self) -> nonfinite.BackwardOrder:
+        """The order of gradients in the metrics."""
+        model = self.model
+        axes = model.select(model.axes)
+        return nonfinite.BackwardOrder(axes, model.execution.layer_order, model.selection.partial_stacks)
+
     @property
     def gradient_names(self) -> list[str]:
         """Names of gradients, one per layer for stacks; the metric `nonfinite.METRIC` is an index in this list."""
-        dense = jax.eval_shape(differentiable, self._shapes.params)
-        model = self.model
-        return nonfinite.gradient_names(
-            model.select(model.axes), model.select(dense), model.execution.layer_order, model.selection.partial_stacks
-        )
+        return self.backward_order.names(self._dense_shapes)
 
     def new_state(self, params: Params) -> TrainState:
         """The state before the first update of these parameters."""

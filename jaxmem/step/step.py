@@ -5,18 +5,22 @@ divided by the number of devices over which it is sharded. A scan over micro-bat
 buffer, so activations exist for one micro-batch at a time, for any batch size. Pipeline stages process all
 micro-batches in one pass.
 
-In order:
+In order, with the function that does it:
 
-1. `_gradients` differentiates the objective with respect to proxies of the trainable weights: arrays of the gradient's
-   dtype in place of weights that may be quantized or sharded (`sharding.weights`). The network reads its weights, and
-   gathers or dequantizes them, where it uses them. One micro-batch: `gradients.differentiate`; several:
+1. Loss: `Objective` (objective.py) runs the parts of the network, of which the stacks of layers are applied by
+   `stack.apply.apply_call`, then the output projection and the loss. It returns sums over tokens or rows.
+2. Gradients: `_gradients` differentiates the loss with respect to proxies of the trainable weights: arrays of the
+   gradient's dtype in place of weights that may be quantized or sharded (`sharding.weights`). The network reads its
+   weights, and gathers or dequantizes them, where it uses them (`sharding.gathering.gather`). Several micro-batches:
    `gradients.accumulate`; pipeline stages: `pipeline.pipeline_gradients`.
-2. `nonfinite.squared_norms` has a norm for each layer: the gradient's norm, and the first gradient that is not finite.
-3. `_metrics`, which need the weights and the state before the update.
-4. `_update` applies the optimizer: clipping, the rule, weight decay and learning rate. `optim.apply_updates` adds the
-   result to the weights, and `gather_in_place` gathers them if each device updates only its shard (zero 1 and 2).
+3. Norms: `BackwardOrder.squared_norms` has one for each layer, for the norm of the gradient and for the name of the
+   first gradient that is not finite.
+4. Metrics: `_metrics`, the sums divided by their count. They need the weights and the state before the update.
+5. Update: `_update` applies the optimizer (`ParameterGroup.updates`): clipping, the rule, weight decay and learning
+   rate. `optim.apply_updates` adds the result to the weights, and `gather_in_place` gathers them if each device updates
+   only its shard (zero 1 and 2).
 
-`memory.update: during` has 1, 2 and 4 in one backward pass: `_update_during`.
+`memory.update: during` has 1, 2, 3 and 5 in one backward pass: update_during.py.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from jaxmem.sharding.gathering import stored_axes
 from jaxmem.sharding.trees import merge
 from jaxmem.sharding.weights import apply_hooks, differentiable, with_gradients
 from jaxmem.step import nonfinite
-from jaxmem.step.gradients import accumulate, applies_hooks_by_layer, differentiate
+from jaxmem.step.gradients import accumulate
 from jaxmem.step.objective import FORWARD_STATE, Batch, Sums, means, objective_of
 from jaxmem.step.state import StateSpec, TrainState, next_loss_scale
 from jaxmem.typing import Tree
@@ -63,15 +67,13 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
             params, opt_state, sums, squares = _update_during(spec, state, batch, row_keys, write)
             return TrainState(state.step + 1, params, opt_state), _metrics(spec, state, sums, squares)
         grads, sums = _gradients(spec, state, batch, row_keys)
-        after = sums.pop(FORWARD_STATE, None)
-        model = spec.model
-        partial_stacks = model.selection.partial_stacks
-        squares = nonfinite.squared_norms(grads, model.select(model.axes), model.execution.layer_order, partial_stacks)
+        new_forward_state = sums.pop(FORWARD_STATE, None)
+        squares = spec.backward_order.squared_norms(grads)
         metrics = _metrics(spec, state, sums, squares)
         norm = metrics["gradient_norm"]
         can_skip = state.loss_scale is not None or cfg.train.on_nan == "skip"
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"]) if can_skip else None
-        params, opt_state = _update(spec, state, grads, norm, write, after, finite)
+        params, opt_state = _update(spec, state, grads, norm, write, new_forward_state, finite)
         scale = None
         if finite is not None and state.loss_scale is not None:
             scale = next_loss_scale(state.loss_scale, finite, dynamic=cfg.precision.loss_scale == "dynamic")
@@ -94,7 +96,7 @@ def _update_during(
             " memory.update=after, or layers without such state, e.g. nnx.GroupNorm or nnx.LayerNorm"
         )
     if spec.model.execution.pipeline is not None:
-        from jaxmem.step.update_in_stages import update_in_stages
+        from jaxmem.step.pipeline import update_in_stages
 
         return update_in_stages(spec, state, batch, row_keys, write)
     from jaxmem.step.update_during import update_during_backward
@@ -114,7 +116,7 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
         scale = state.loss_scale.scale / objective.count_losses(batch["mask"][0])
 
     def loss(proxies: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
-        """The loss of a micro-batch. Stacks apply the hooks of their weights layer by layer."""
+        """The loss of a micro-batch."""
         before = model.with_forward_state(state.params, batch.get(FORWARD_STATE))
         network = model.bind(with_gradients(before, proxies, partial_stacks))
         sums = objective(network, {name: x for name, x in batch.items() if name != FORWARD_STATE}, keys)
@@ -122,26 +124,26 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
             sums = sums | {FORWARD_STATE: network.state}
         return objective.trained_sum(sums) * scale, sums
 
-    def loss_of_hooked(proxies: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
-        """The same loss if the hooks cannot be applied layer by layer."""
-        return loss(apply_hooks(proxies), batch, keys)
-
     proxies = differentiable(model.select(state.params), spec.gradient_dtype)
+    micro_batch, keys = jax.tree.map(lambda x: x[0], (batch, row_keys))
     if model.execution.pipeline is not None:
         from jaxmem.step.pipeline import pipeline_gradients
 
         grads, sums = pipeline_gradients(spec, state.params, batch, row_keys, scale)
     elif len(row_keys) == 1:
-        micro_batch = jax.tree.map(lambda x: x[0], batch)
-        grads, sums = differentiate(loss, proxies, micro_batch, row_keys[0], axes)
+        grads, sums = jax.grad(loss, has_aux=True)(proxies, micro_batch, keys)
+        # XLA reduce-scatters each gradient as soon as it is computed, and no device stores a full gradient.
+        grads = constrain_tree(grads, axes, "gradients")
     else:
-        begin = model.forward_state_of(state.params)
-        by_layer = True
+        of_micro_batch = loss
         if not cfg.user.is_empty:  # the loss of a script may use the weights of layers several times
-            micro_batch, keys = jax.tree.map(lambda x: x[0], (batch, row_keys))
-            by_layer = not partial_stacks and applies_hooks_by_layer(loss, proxies, micro_batch, keys, axes)
-        of_micro_batch = loss if by_layer else loss_of_hooked
+            from jaxmem.step.parts import applies_hooks_by_layer
+
+            if partial_stacks or not applies_hooks_by_layer(loss, proxies, micro_batch, keys, axes):
+                # Each weight's gradients are added to the sum once, when that of all its uses is complete.
+                of_micro_batch = lambda proxies, *inputs: loss(apply_hooks(proxies), *inputs)  # noqa: E731
         dtype = None if objective.needs_all_rows else model.execution.dtype
+        begin = model.forward_state_of(state.params)
         grads, sums = accumulate(of_micro_batch, proxies, batch, row_keys, axes, dtype, begin)
     divisor = jnp.maximum(sums["count"], 1.0) * scale
     return jax.tree.map(lambda g: (g.astype(jnp.float32) / divisor).astype(g.dtype), grads), sums
@@ -153,40 +155,47 @@ def _update(
     grads: Params,
     norm: jax.Array,
     write: Writer,
-    after: Tree,
+    new_forward_state: Tree,
     finite: jax.Array | None,
 ) -> tuple[Params, Tree]:
-    """Returns new parameters and optimizer state. `after`: what the forward pass changed. If `finite` is False, nothing
-    changes; None: not tested."""
+    """Returns new parameters and optimizer state.
+
+    Args:
+        spec: the specification of the step.
+        state: the state before the update.
+        grads: the gradients.
+        norm: their norm.
+        write: adds updates to weights.
+        new_forward_state: what the forward pass changed.
+        finite: whether the gradients are finite; otherwise nothing changes. None: not tested.
+    """
     model = spec.model
     params = model.select(state.params)
     stored = stored_axes(spec.trainable.axes, params)
     on_host = spec.offloads("optimizer")
 
-    def update(grads: Params) -> tuple[Params, Tree]:
+    def update(grads: Params) -> tuple[Params, Tree, Tree]:
         if on_host:
-            from jaxmem.step.update_by_layer import update_singly
+            from jaxmem.step.update_piecewise import update_singly
 
             new, states = update_singly(spec, params, grads, state.opt_state, write, norm)
-            return merge(params, *new), optim.record_norm(merge(state.opt_state, *states), norm)
+            opt_state = optim.record_norm(merge(state.opt_state, *states), norm)
+            return merge(params, *new), opt_state, new_forward_state
         # With the norm that the metrics have, XLA reads the gradients once for both; otherwise it would sum them again
         # while it clips them, and could not clip them in place.
         updates, opt_state = spec.trainable.updates(grads, state.opt_state, params, norm=norm)
-        return write(params, updates, axes=spec.trainable.axes), opt_state
+        return write(params, updates, axes=spec.trainable.axes), opt_state, new_forward_state
 
-    if finite is None:
-        new, opt_state = update(grads)
-    else:
-        kept = params if on_host else constrain_tree(params, stored, "optimizer")
-        before = model.forward_state_of(state.params) if after else after
-        new, opt_state, after = jax.lax.cond(
-            finite, lambda grads: (*update(grads), after), lambda _: (kept, state.opt_state, before), grads
-        )
+    def skip(_: Params) -> tuple[Params, Tree, Tree]:
+        same = params if on_host else constrain_tree(params, stored, "optimizer")
+        return same, state.opt_state, model.forward_state_of(state.params) if new_forward_state else new_forward_state
+
+    new, opt_state, forward_state = update(grads) if finite is None else jax.lax.cond(finite, update, skip, grads)
     if not on_host:
         # The cast runs in the sharding of the optimizer state, before the all-gather; otherwise float32 would be sent.
         # The all-gather comes after the cond: XLA would copy the old weights if its loop were in a branch of the cond.
         new = gather_in_place(params, constrain_tree(new, stored, "optimizer"), stored)
-    return model.with_forward_state(model.selection.merge(state.params, new), after), opt_state
+    return model.with_forward_state(model.selection.merge(state.params, new), forward_state), opt_state
 
 
 def _metrics(spec: StateSpec, state: TrainState, sums: Sums, squares: jax.Array) -> Metrics:

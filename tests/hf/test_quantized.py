@@ -181,6 +181,7 @@ Q = "model.layers.0.self_attn.q_proj."
         ("gptq act-order", "g_idx", lambda x: x - 1, "a group that does not exist"),
         ("awq", "qweight", lambda x: x.astype(np.int64), "qweight is I64"),
         ("nf4 double", "weight", lambda x: x[:-1], "q_proj.weight is U8"),
+        ("nf4 double", "weight.quant_map", lambda x: x * 2, "quant_map has other values"),
         ("nf4 double", "weight.quant_state.bitsandbytes__nf4", lambda x: x[:-1], "is missing or damaged"),
         ("nf4 double", "weight.quant_state.bitsandbytes__nf4", None, "is missing or damaged"),
         ("llm.int8", "SCB", lambda x: x.astype(np.float64), "SCB is F64"),

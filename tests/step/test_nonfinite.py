@@ -46,19 +46,19 @@ def gradients(*bad):
 )
 def test_the_first_in_the_backward_pass_is_named(bad, name):
     grads = gradients(*bad)
-    place = int(nonfinite.first(nonfinite.squared_norms(grads, AXES)))
-    assert (nonfinite.gradient_names(AXES, grads)[place] if place >= 0 else None) == name
+    place = int(nonfinite.first(nonfinite.BackwardOrder(AXES).squared_norms(grads)))
+    assert (nonfinite.BackwardOrder(AXES).names(grads)[place] if place >= 0 else None) == name
 
 
 def test_the_last_layer_is_named_if_stages_store_layers_in_another_order():
     order = [0, 2, 1]
     grads = gradients(("a", 0), ("a", 2), ("b", 0))  # layers 0 and 1
-    place = int(nonfinite.first(nonfinite.squared_norms(grads, AXES, order)))
-    assert nonfinite.gradient_names(AXES, grads, order)[place] == "blocks.a of layer 1"
+    place = int(nonfinite.first(nonfinite.BackwardOrder(AXES, order).squared_norms(grads)))
+    assert nonfinite.BackwardOrder(AXES, order).names(grads)[place] == "blocks.a of layer 1"
 
 
 def test_the_length_is_that_of_all():
-    assert float(jnp.sum(nonfinite.squared_norms(gradients(), AXES))) == 12 + 6 + 4 + 4
+    assert float(jnp.sum(nonfinite.BackwardOrder(AXES).squared_norms(gradients()))) == 12 + 6 + 4 + 4
 
 
 class Said:

@@ -13,7 +13,7 @@ from jaxmem.optim.groups import ParameterGroup
 from jaxmem.optim.transformation import chain
 from jaxmem.sharding.trees import select
 from jaxmem.sharding.weights import Storage, store
-from jaxmem.step.update_vocab import VocabUpdate
+from jaxmem.step.update_piecewise import VocabUpdate
 from tests.optim.conftest import normal, same
 
 AXES = {"head": ("embed", "vocab"), "rows": ("vocab", "embed")}

@@ -1,42 +1,47 @@
-"""Updates of one weight after the other, and of stacks one layer after the other and in place.
+"""Updates in place, of a stack layer by layer and of an embedding or output matrix slice by slice.
 
 With `memory.offload: optimizer` (`update_singly`), optimizer state in host memory is copied to the device and back one
-layer at a time: a stack layer by layer (`StackUpdate.update_all`), an embedding or output matrix slice by slice
-(`VocabUpdate`). With P parameters in N layers and s bytes of state per parameter, a device stores the state of two
-layers, 2 s P / N bytes, instead of s P. The host stores s P bytes, and 2 s P bytes per step are sent between host and
-device (Ren et al., arXiv:2101.06840). Frozen weights are copied one layer ahead in each pass (`stack`), and not copied
-back.
+layer (`StackUpdate.update_all`) or one slice (`VocabUpdate`) at a time. With P parameters in N layers and s bytes of
+state per parameter, a device stores the state of two layers, 2 s P / N bytes, instead of s P. The host stores s P
+bytes, and 2 s P bytes per step are sent between host and device (Ren et al., arXiv:2101.06840). Frozen weights are
+copied one layer ahead in each pass (`stack`), and not copied back.
 
-With `memory.update: during`, the backward pass calls a `LayerUpdate` with the gradients of each layer.
+With `memory.update: during`, the backward pass calls a `LayerUpdate` with the gradients of each layer. `VocabUpdate`
+then computes the gradient of a slice right before the slice is updated. With V entries of E values and slices of v
+entries, gradient and update take 2 v E values instead of 2 V E. If an optimizer needs sums over the complete matrix,
+each sum takes one more pass over all slices (`sliced_sums`). A pass recomputes the gradient: for T tokens, 4 T V E
+FLOPs for an output projection, and very few for an embedding.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import NamedTuple
+from functools import cached_property, partial
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxmem.models.vocab_slices import VocabSlices
-from jaxmem.optim.apply import Writer, sum_of_squares
+from jaxmem.models.vocab_slices import SLICE_SIZE, VocabSlices, even_slices
+from jaxmem.optim.apply import SlicedSums, SumOverSlices, VocabSlice, Writer, sliced_sums, sum_of_squares
 from jaxmem.optim.groups import ParameterGroup, constrain_tree
 from jaxmem.quant.precision import Params
+from jaxmem.quant.qtensor import with_sliced_sizes
 from jaxmem.sharding.arrays import constrain, map_layers, row_major_if_gathered
 from jaxmem.sharding.gathering import stored_axes
 from jaxmem.sharding.host import fetch_from_host, is_on_host, put_layer, send_like, take_layer
-from jaxmem.sharding.table import Axes, Role, is_axes, is_stacked
+from jaxmem.sharding.table import Axes, Role, axis_name, is_axes, is_stacked
 from jaxmem.sharding.trees import merge, select, single_weights
 from jaxmem.sharding.weights import Weight, is_encoded
 from jaxmem.step.state import StateSpec
-from jaxmem.step.update_vocab import VocabUpdate
 from jaxmem.typing import Tree
 
 
 def update_singly(
     spec: StateSpec, params: Params, grads: Params, opt_state: Tree, write: Writer, norm: jax.Array | None
 ) -> tuple[list[Tree], list[Tree]]:
-    """Updates parameters one after the other, and a stack layer by layer.
+    """Updates parameters one after the other. Returns the new value of each, and the new state of its group.
 
     Args:
         spec: the specification of the step.
@@ -45,9 +50,6 @@ def update_singly(
         opt_state: the state of the optimizer.
         write: adds updates to weights.
         norm: the norm of all gradients; None: the optimizer does not need it.
-
-    Returns:
-        The new value of each parameter, and the new state of its group.
     """
     new_params = []
     new_states = []
@@ -204,3 +206,132 @@ def add_squares(squares: jax.Array, groups: Sequence[ParameterGroup], grads: Tre
         constrain_tree(select(grads, group.axes, is_leaf=is_axes), group.axes, "gradients") for group in groups
     )
     return sum(map(sum_of_squares, gradients), squares)
+
+
+class SliceGradient(Protocol):
+    def __call__(self, weight: Weight, slices: VocabSlices | None = None, j: jax.Array | None = None, /) -> jax.Array:
+        """The gradient of slice j of a matrix; without slices, of the complete matrix."""
+
+
+@dataclass(frozen=True)
+class VocabUpdate:
+    """The update of the only matrix in a group of parameters."""
+
+    group: ParameterGroup
+    weights: Tree
+    state: Tree
+    dtype: np.dtype | None = None  # the dtype of the gradient; by default the dtype of the weight
+    entries: int | None = None  # vocabulary entries per slice; by default slices have 16 M elements
+
+    def update(self, gradient: SliceGradient, write: Writer, norm: jax.Array | None) -> tuple[Tree, Tree, jax.Array]:
+        """Returns new weights, new state and the sum of squares of the gradient."""
+        if self._slices is not None and (new := self._update_slices(self._slices, gradient, write, norm)) is not None:
+            return new
+        grads = self._gradient(gradient, self.weights)
+        return *self.group.update(grads, self.state, self.weights, write, norm=norm), sum_of_squares(grads)
+
+    def _update_slices(
+        self, slices: VocabSlices, gradient: SliceGradient, write: Writer, norm: jax.Array | None
+    ) -> tuple[Tree, Tree, jax.Array] | None:
+        """The result of `update`, computed slice by slice. Returns None if the optimizer needs the complete matrix."""
+
+        def update(j: jax.Array, total: SumOverSlices, weights: Tree = self.weights, state: Tree = self.state) -> Tree:
+            """Returns the gradient of slice j, its new weights and its new state."""
+            dw = self._gradient(gradient, weights, slices, j)
+            weight_slice = _read_slice(slices, j, weights, self._axes, self.weights)
+            state_slice = _read_slice(slices, j, state, self.group.state_axes, self.state)
+            rows = VocabSlice(self._shape, self._vocab_dim, slices.entries(j).reshape(-1), total)
+            return dw, *self.group.update(dw, state_slice, weight_slice, write, norm=norm, vocab_slice=rows)
+
+        sums = sliced_sums(update, slices.count)
+        if sums is None:
+            return None
+
+        def step(j: jax.Array, carried: tuple[Tree, Tree, jax.Array]) -> tuple[Tree, Tree, jax.Array]:
+            weights, state, squares = carried
+            dw, weight_slice, state_slice = update(j, SlicedSums(sums), weights, state)
+            weights = _write_slice(slices, j, weights, self._axes, "weights", weight_slice)
+            state = _write_slice(slices, j, state, self.group.state_axes, "optimizer", state_slice)
+            return weights, state, squares + sum_of_squares(dw)
+
+        return jax.lax.fori_loop(0, slices.count, step, (self.weights, self.state, jnp.zeros((), jnp.float32)))
+
+    def squares(self, gradient: SliceGradient) -> jax.Array:
+        """The sum of squares of the gradient."""
+        slices = self._slices
+        if slices is None:
+            return sum_of_squares(self._gradient(gradient, self.weights))
+
+        def add(j: jax.Array, squares: jax.Array) -> jax.Array:
+            return squares + sum_of_squares(self._gradient(gradient, self.weights, slices, j))
+
+        return jax.lax.fori_loop(0, slices.count, add, jnp.zeros((), jnp.float32))
+
+    def _gradient(
+        self, gradient: SliceGradient, weights: Tree, slices: VocabSlices | None = None, j: jax.Array | None = None
+    ) -> Tree:
+        """The gradient of slice j, without slices of the complete matrix, as a tree like `weights`."""
+        weight = _only_weight(weights)
+        dw = gradient(weight, slices, j).astype(weight.dtype if self.dtype is None else self.dtype)
+        like = jax.tree.structure(weights, is_leaf=is_encoded)
+        return constrain_tree(jax.tree.unflatten(like, [dw]), self.group.axes, "gradients")
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return _only_weight(self.weights).shape
+
+    @property
+    def _vocab_dim(self) -> int:
+        (names,) = jax.tree.leaves(self.group.axes, is_leaf=is_axes)
+        return names.index("vocab")
+
+    @property
+    def _axes(self) -> Tree:
+        return stored_axes(self.group.axes, self.weights)
+
+    @cached_property
+    def _slices(self) -> VocabSlices | None:
+        arrays = [*_with_axes(self.weights, self._axes), *_with_axes(self.state, self.group.state_axes)]
+        sizes = {x.shape[dim] for x, names in arrays if (dim := _dim(names)) is not None}
+        vocab = self._shape[self._vocab_dim]
+        return even_slices(vocab, self.entries or max(1, SLICE_SIZE * vocab // math.prod(self._shape)), sizes)
+
+
+def _only_weight(weights: Tree) -> Weight:
+    (weight,) = jax.tree.leaves(weights, is_leaf=is_encoded)
+    return weight
+
+
+def _with_axes(tree: Tree, axes: Tree) -> list[tuple[jax.Array, Axes]]:
+    return list(zip(jax.tree.leaves(tree), jax.tree.leaves(axes, is_leaf=is_axes), strict=True))
+
+
+def _dim(names: Axes) -> int | None:
+    """The vocabulary dimension of an array."""
+    return next((dim for dim, name in enumerate(names) if name and axis_name(name) == "vocab"), None)
+
+
+def _read_slice(slices: VocabSlices, j: jax.Array, tree: Tree, axes: Tree, unsliced: Tree) -> Tree:
+    """A slice of weight or state. Leaves without a vocabulary dimension, e.g. the number of updates, are taken from
+    `unsliced`, the tree before the update."""
+
+    def read_leaf(names: Axes, x: jax.Array, before: jax.Array) -> jax.Array:
+        return before if (dim := _dim(names)) is None else slices.read(x, dim, j)
+
+    return with_sliced_sizes(jax.tree.map(read_leaf, axes, tree, unsliced, is_leaf=is_axes), tree)
+
+
+def _write_slice(slices: VocabSlices, j: jax.Array, tree: Tree, axes: Tree, role: Role, new: Tree) -> Tree:
+    """Arrays with a slice replaced; arrays without a vocabulary dimension are replaced completely."""
+
+    def write_leaf(x: jax.Array, names: Axes, new: jax.Array) -> jax.Array:
+        if (dim := _dim(names)) is None:
+            return new
+        # The slice is sharded before it is written, so that only this slice is communicated.
+        new = constrain(new, *names, role=role)
+        written = slices.write(x, dim, j, new)
+        return written if is_on_host(written) else constrain(written, *names, role=role)
+
+    leaves = zip(_with_axes(tree, axes), jax.tree.leaves(new), strict=True)
+    written = [write_leaf(x, names, new_slice) for (x, names), new_slice in leaves]
+    return jax.tree.unflatten(jax.tree.structure(tree), written)
