@@ -19,7 +19,7 @@ import jaxmem
 from jaxmem.checkpoint.paths import checkpoint_directory
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.data.loader import merge_states
-from jaxmem.distributed.agree import any_process, gather, serialized
+from jaxmem.distributed.agree import any_process, gather_objects, serialized
 from jaxmem.distributed.join import joined
 from jaxmem.inference.load import initial_state
 from jaxmem.planning.budget import resolve_remat
@@ -37,7 +37,7 @@ def train(config: str, overrides: Sequence[str] = ()) -> list[float]:
 
 def run(cfg: jaxmem.Config, *, is_first: bool) -> list[float]:
     devices = jax.devices()  # of all hosts
-    cfg, _ = resolve_remat(cfg, local_target(devices, gather))  # replaces memory.remat=auto
+    cfg, _ = resolve_remat(cfg, local_target(devices, gather_objects))  # replaces memory.remat=auto
 
     # Mesh, network and optimizer, all as the config names them. `spec` has the shape and the sharding of each array of
     # the state and of a batch: [micro-batches, rows, ...].
@@ -72,8 +72,8 @@ def run(cfg: jaxmem.Config, *, is_first: bool) -> list[float]:
 
         def save(*, force: bool) -> None:
             if checkpoints.is_due(step, force=force):
-                position = merge_states(gather(loader.state())) | sources
-                checkpoints.save(step, saved.of(state), position, cfg.model_dump(mode="json"), force=force)
+                position = merge_states(gather_objects(loader.state())) | sources
+                checkpoints.save(step, saved.to_save(state), position, cfg.model_dump(mode="json"), force=force)
 
         batches = iter(loader)
         while step < cfg.steps and (batch := next(batches, None)) is not None:

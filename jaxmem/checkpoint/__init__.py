@@ -11,7 +11,7 @@ steps, which may donate the state. Restoring reads what each device needs, in ch
 requested sharding, so restoring on another mesh costs no more than on the same mesh.
 
 A run resumes in this order: `same_run.refuse_changes` compares its config with the saved one, which may differ in the
-mesh; `SavedState.shapes` has the shapes and the shardings on the present mesh; `Checkpoints.restore_latest` reads into
-them and compares checksums; `SavedState.complete` reorders layers if the pipeline stages are others, and adds frozen
-weights that are not saved; `Loader.restore` continues at the saved position.
+mesh; `SavedState.shapes_to_restore` has the shapes and the shardings on the present mesh; `Checkpoints.restore_latest`
+reads into them and compares checksums; `SavedState.complete` reorders layers if the pipeline stages are others, and
+adds frozen weights that are not saved; `Loader.restore` continues at the saved position.
 """

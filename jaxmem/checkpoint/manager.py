@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import orbax.checkpoint as ocp
@@ -27,7 +27,7 @@ from jaxmem.checkpoint.record import (
     named_leaves,
     read_record,
 )
-from jaxmem.distributed.agree import any_process, gather
+from jaxmem.distributed.agree import any_process, gather_objects
 from jaxmem.distributed.join import end_all
 from jaxmem.distributed.watch import lost_process_error
 from jaxmem.errors import TemporaryError, UserError, abridge, one_of
@@ -39,6 +39,9 @@ STEP_PATTERN = re.compile("0|[1-9][0-9]{0,17}")  # the name of a checkpoint
 MAX_ERRORS = 10  # of one failed save that Orbax raises one after the other
 SAVE_SECONDS = 24 * 3600  # limit of a save; the watch finds a lost process, and large states take long
 LISTING_SECONDS = 120  # until all hosts must see the same checkpoints; network file systems cache for a minute
+# The state's tree with a jax.ShapeDtypeStruct and its sharding on the present mesh for each array, or a function that
+# returns it for the config of the checkpoint.
+AbstractState: TypeAlias = Tree | Callable[[JsonView], Tree]
 ROTATED_DIRECTORY = ".rotated"  # replaced checkpoints are moved to this directory, and then deleted
 
 
@@ -202,9 +205,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 return step, *self.read(step)
         return None
 
-    def restore(self, step: int, abstract_state: Tree) -> tuple[Tree, JsonDict, JsonDict]:
-        """State, data position, config. `abstract_state`: the state's tree with a jax.ShapeDtypeStruct and its sharding
-        on the present mesh for each array, or a function that returns it for the config of the checkpoint."""
+    def restore(self, step: int, abstract_state: AbstractState) -> tuple[Tree, JsonDict, JsonDict]:
+        """State, data position, config."""
         record = read_record(self._path(step))
         abstract = abstract_state(record["config"]) if callable(abstract_state) else abstract_state
         return self._arrays(step, abstract, record["leaves"]), record["position"], record["config"]
@@ -216,7 +218,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         return self._arrays(step, {"params": abstract_params}, saved)["params"]
 
     def restore_latest(
-        self, abstract_state: Tree, report: Callable[[str], None] = say
+        self, abstract_state: AbstractState, report: Callable[[str], None] = say
     ) -> tuple[int, Tree, JsonDict, JsonDict] | None:
         """(step, state, position, config) of the newest complete checkpoint; None if there is no checkpoint.
 
@@ -275,7 +277,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             with suppress(DamagedError):  # a damaged checkpoint is never the best; it is reported when it is read
                 losses.append([step, read_record(self.directory / str(step))["metrics"].get("loss")])
         # All processes must choose the same checkpoints to keep, also if one could not read a record.
-        self._retention.losses = dict(gather(losses)[0])
+        self._retention.losses = dict(gather_objects(losses)[0])
         return manager
 
     def _manager_of_all_processes(self, options: ocp.CheckpointManagerOptions) -> Manager:
@@ -284,7 +286,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         end = time.monotonic() + LISTING_SECONDS
         while True:
             manager = Manager(self.directory, options=options, failed=self._end_if_only_this_process_failed)
-            first, *others = gather(sorted(manager.all_steps()))
+            first, *others = gather_objects(sorted(manager.all_steps()))
             if all(steps == first for steps in others):
                 return manager
             manager.close()

@@ -36,19 +36,19 @@ class SavedState:
         self._model = program.model
         self._spec = program.spec
 
-    def of(self, state: TrainState) -> TrainState:
+    def to_save(self, state: TrainState) -> TrainState:
         """The part of a state that is saved."""
-        return dataclasses.replace(state, params=self.saved(state.params))
+        return dataclasses.replace(state, params=self.without_external_base(state.params))
 
-    def shapes(self, config: JsonView) -> TrainState:
+    def shapes_to_restore(self, config: JsonView) -> TrainState:
         """Shapes and shardings to restore a checkpoint into."""
-        state = self.of(self._spec.state)
-        params = self._shapes(config, "weights", self.saved(self._spec.param_axes), state.params)
+        state = self.to_save(self._spec.state)
+        params = self._shapes(config, "weights", self.without_external_base(self._spec.param_axes), state.params)
         opt_state = self._shapes(config, "optimizer", self._spec.opt_axes, state.opt_state)
         return dataclasses.replace(state, params=params, opt_state=opt_state)
 
     def complete(self, saved: TrainState, config: JsonView) -> TrainState:
-        """The state of the program, from the arrays that were restored into `shapes`."""
+        """The state of the program, from the arrays that were restored into `shapes_to_restore`."""
         params = self.complete_params(saved.params, config)
         opt_state = self._reordered(config, self._spec.opt_axes, saved.opt_state, self._spec.state.opt_state)
         loss_scale = saved.loss_scale
@@ -59,8 +59,8 @@ class SavedState:
         return dataclasses.replace(saved, params=params, opt_state=opt_state, loss_scale=loss_scale)
 
     def complete_params(self, params: Params, config: JsonView) -> Params:
-        axes = self.saved(self._spec.param_axes)
-        shapes = self.saved(self._spec.state.params)
+        axes = self.without_external_base(self._spec.param_axes)
+        shapes = self.without_external_base(self._spec.state.params)
         params = self._reordered(config, axes, params, shapes)
         if not self._has_external_base:
             return params
@@ -92,8 +92,8 @@ class SavedState:
     def _has_external_base(self) -> bool:
         return self._hf is not None and bool(self._program.cfg.trainable_patterns)
 
-    def saved(self, params: Tree) -> Tree:
-        """The part of the weights, or of their axes, that is saved."""
+    def without_external_base(self, params: Tree) -> Tree:
+        """The weights, or their axes, without the frozen ones that `model.hf` provides."""
         if not self._has_external_base:
             return params
         leaves = flatten_dict(params)

@@ -26,7 +26,7 @@ from jaxmem.data.corpus import Corpus, Split
 from jaxmem.data.packing import Batch, OrderedRecords, Position, Rows, RowStream, TextRows
 from jaxmem.data.record_order import RecordOrder
 from jaxmem.data.records import Document
-from jaxmem.distributed.agree import gather
+from jaxmem.distributed.agree import gather_objects
 from jaxmem.errors import UserError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Loader(AbstractContextManager["Loader"]):
         is_share = self._columns % count == 0 and first % count == 0 and is_consecutive
         files = min(len(stream.names) for stream in self.corpus.sources)
         has_own_shard = is_share and self._columns // count <= files
-        counts = set(gather(self._columns // count if has_own_shard else 1))
+        counts = set(gather_objects(self._columns // count if has_own_shard else 1))
         return Shards(counts.pop() if len(counts) == 1 else 1, self._columns)
 
     def _begin(self) -> None:

@@ -27,7 +27,7 @@ def any_process(yes: bool) -> bool:
     return bool(maximum(int(yes)))
 
 
-def gather(value: Value) -> list[Value]:
+def gather_objects(value: Value) -> list[Value]:
     """The JSON values of all processes, in order of the processes. Waits for all of them."""
     if jax.process_count() == 1:
         return [value]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import numpy as np
 
-from jaxmem.distributed.agree import gather
+from jaxmem.distributed.agree import gather_objects
 from jaxmem.distributed.communicator import Communicator
 from jaxmem.distributed.join import hosts
 
@@ -36,7 +36,7 @@ def preflight() -> list[str]:
         "matmul": 2 * size**3 / _best(lambda: multiply(a), MIN_SECONDS),
         "copy": count / _best(lambda: jax.device_put(block, device), MIN_SECONDS),
     }
-    everyone = gather(mine)
+    everyone = gather_objects(mine)
     values = comm.put(np.ones((jax.local_device_count(), count // 4), np.float32))
     bandwidth = 2 * (comm.size - 1) / comm.size * count / _best(lambda: comm.allreduce(values))
     return report(bandwidth, {what: [rates[what] for rates in everyone] for what in mine}, hosts())

@@ -100,13 +100,13 @@ def _state(shape: Config) -> StateLeaves:
         pairs = zip(jax.tree.leaves(axes, is_leaf=is_axes), jax.tree.leaves(proxies), strict=True)
         return tuple(StateLeaf(axes, x.shape, np.dtype(x.dtype).itemsize) for axes, x in pairs)
 
-    checkpoint = SavedState(built)
+    saved = SavedState(built).without_external_base
     return StateLeaves(
         leaves(model.axes, proxies),
         leaves(model.select(model.axes), model.select(proxies)),
         categories,
         {
-            "weights": leaves(checkpoint.saved(spec.param_axes), checkpoint.saved(spec.state.params)),
+            "weights": leaves(saved(spec.param_axes), saved(spec.state.params)),
             "optimizer": leaves(spec.opt_axes, spec.state.opt_state),
         },
     )

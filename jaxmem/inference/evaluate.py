@@ -19,7 +19,7 @@ from jaxmem.config.combinations import SOURCES_OF
 from jaxmem.config.user import ModelParts, UserData, user_objects
 from jaxmem.data.corpus import BATCHES_OF_SCRIPT, Corpus, Split, source_of
 from jaxmem.data.user import open_loader
-from jaxmem.distributed.agree import any_process, gather, serialized
+from jaxmem.distributed.agree import any_process, gather_objects, serialized
 from jaxmem.errors import UserError, as_yaml
 from jaxmem.inference.load import is_run, model_config, open_model, open_run, read_checkpoint
 from jaxmem.inference.reference import Reference, reference_of
@@ -63,7 +63,7 @@ class Evaluator(AbstractContextManager["Evaluator"]):
 
     def summary(self) -> list[str]:
         """Lines about records that were cut, dropped or skipped, in all processes."""
-        return self._loader.corpus.summary(self._program.rows, gather)
+        return self._loader.corpus.summary(self._program.rows, gather_objects)
 
     def __exit__(self, *_: object) -> None:
         self._loader.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,6 @@ from jaxmem.distributed.agree import any_process
 from jaxmem.errors import UserError, one_of
 from jaxmem.hf.peft import add_adapters, read_base
 from jaxmem.machine.devices import reserve_gpu_memory
-from jaxmem.machine.terminal import say
 from jaxmem.models import user
 from jaxmem.sharding.host import fetch_from_host
 from jaxmem.sharding.table import is_stacked
@@ -117,24 +115,11 @@ def _adapter_config(directory: Path, overrides: Sequence[str]) -> Config:
     return cfg
 
 
-def with_passing_kernels(cfg: Config, devices: Sequence[jax.Device]) -> Config:
-    """The config with kernels that passed their check on these devices; CPUs have none to check."""
-    from jaxmem.step.kernel_check import checked_kernels
-
-    if devices[0].platform == "cpu":
-        return cfg
-    built = program(cfg, devices)
-    settings, failures = checked_kernels(built.cfg, built.platform, built.model.execution.capability, any_process)
-    say(*failures, file=sys.stderr)
-    for setting, implementation in settings.items():
-        section, key = setting.split(".")
-        cfg = cfg.replace(**{section: {key: implementation}})
-    return cfg
-
-
 def _program(cfg: Config, computes: bool) -> Program:
     """The program of a config. In a single process, it is on one device if the mesh does not match the number of
     devices."""
+    from jaxmem.step.kernel_check import with_passing_kernels
+
     reserve_gpu_memory()
     devices = jax.devices()
     mesh = cfg.mesh
@@ -143,7 +128,7 @@ def _program(cfg: Config, computes: bool) -> Program:
         # Pipeline stages and updates within a schedule need several devices.
         cfg = cfg.replace(mesh=Mesh(), pipeline=Pipeline(), memory={"update": "after"})
         devices = devices[:1]
-    return program(with_passing_kernels(cfg, devices) if computes else cfg, devices)
+    return program(with_passing_kernels(cfg, devices, any_process) if computes else cfg, devices)
 
 
 def check_run(directory: str | Path, key: str = "") -> None:
@@ -212,7 +197,7 @@ def _saved_params(as_saved: Program, checkpoints: Checkpoints, step: int) -> Tre
     position, config = checkpoints.read(step)
     saved = SavedState(as_saved)
     saved.check_base(position, checkpoints.directory / str(step))
-    return saved.complete_params(checkpoints.restore_params(step, saved.shapes(config).params), config)
+    return saved.complete_params(checkpoints.restore_params(step, saved.shapes_to_restore(config).params), config)
 
 
 def base_params(built: Program, checkpoints: Checkpoints, step: int) -> Tree:

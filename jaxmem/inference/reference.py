@@ -18,7 +18,7 @@ from jaxmem.config.hub import is_dataset
 from jaxmem.data.corpus import Corpus
 from jaxmem.data.corpus import fingerprint as corpus_fingerprint
 from jaxmem.data.loader import Loader
-from jaxmem.distributed.agree import any_process, gather, serialized
+from jaxmem.distributed.agree import any_process, gather_objects, serialized
 from jaxmem.errors import UserError
 from jaxmem.machine.files import atomic_file
 from jaxmem.step.programs import Program
@@ -59,7 +59,7 @@ def reference_logprobs(program: Program, corpus: Corpus, params: Tree, identity:
                 f"{file}: was computed with {problem or 'another number of pairs'}; remove it, or set"
                 " data.reference_logprobs to another file"
             )
-    without = [process for process, has_file in enumerate(gather(stored is not None)) if not has_file]
+    without = [process for process, has_file in enumerate(gather_objects(stored is not None)) if not has_file]
     if stored is not None and not without:
         return stored
     if weights is not None:
@@ -71,7 +71,7 @@ def reference_logprobs(program: Program, corpus: Corpus, params: Tree, identity:
     computed = Reference(_compute(program, corpus, params), data, expected)
     if jax.process_index() == 0 and stored is None:
         _write(file, computed)
-    gather(None)  # waits for process 0, since hosts may share the file
+    gather_objects(None)  # waits for process 0, since hosts may share the file
     if not file.is_file():
         _write(file, computed)
     return computed

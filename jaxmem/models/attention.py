@@ -140,12 +140,12 @@ class Attention(nnx.Module):
 
         inner = {**({} if norm is None else {"norm": norm}), **self._inner}
         heads = {"heads": self.spec.heads, "kv_heads": self.spec.kv_heads}
-        parts = shard_count("activations", "heads") * self._context_shards
-        mixed = map_head_groups(attend, inner, x, groups, heads, parts)
+        shards = shard_count("activations", "heads") * self._context_shards
+        mixed = map_head_groups(attend, inner, x, groups, heads, shards)
         mixed = mixed.reshape(*mixed.shape[:-2], -1)
 
         def out(modules: Modules, mixed: jax.Array, data: jax.Array | None) -> jax.Array:
-            joined = constrain(join_head_groups(mixed, parts), "batch", "time", "heads")
+            joined = constrain(join_head_groups(mixed, shards), "batch", "time", "heads")
             return scatter_time(modules["o"](joined, as_keys(data)))
 
         return map_token_chunks(out, {"o": self.o}, mixed, outer, size=size)
@@ -245,15 +245,15 @@ def _sinks(modules: Modules) -> Float[Array, " heads"] | None:
 
 def repeat_kv_heads(x: Float[Array, "batch time kv_heads dim"]) -> Float[Array, "batch time more dim"]:
     """Repeats KV heads if their number is not divisible by `tensor`: each device has the KV heads of its queries."""
-    parts = shard_count("activations", "heads")
-    if x.shape[2] % parts == 0:
+    shards = shard_count("activations", "heads")
+    if x.shape[2] % shards == 0:
         return x
-    return constrain(jnp.repeat(x, parts // math.gcd(parts, x.shape[2]), axis=2), *HEADS)
+    return constrain(jnp.repeat(x, shards // math.gcd(shards, x.shape[2]), axis=2), *HEADS)
 
 
 def context_order(layout: Layout | None, length: int, method: str, window: int | None) -> np.ndarray | None:
     """The position stored at each index of a sequence sharded over `context`; None: positions are in order."""
-    devices = 1 if layout is None else layout.parts("activations", "time")
+    devices = 1 if layout is None else layout.shard_count("activations", "time")
     if devices == 1 or method == "ulysses" or window is not None:
         return None
     from jaxmem.kernels.fused_attention.ring import places

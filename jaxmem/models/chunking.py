@@ -76,14 +76,14 @@ class Chunking:
         """
         if self.head_groups != "auto":
             return self.head_groups
-        parts = shard_count("activations", "heads")
+        shards = shard_count("activations", "heads")
         rows, time = _per_device(x)
-        queries = rows * time * heads // parts * head_dim * x.dtype.itemsize
-        if queries <= MIN_SAVING or kv_heads % parts:
+        queries = rows * time * heads // shards * head_dim * x.dtype.itemsize
+        if queries <= MIN_SAVING or kv_heads % shards:
             return 1
-        counts = head_group_counts(heads // parts, kv_heads // parts, context)
+        counts = head_group_counts(heads // shards, kv_heads // shards, context)
         if context == 1:  # more groups would compute keys and values more than once
-            counts = [n for n in counts if kv_heads // parts % n == 0]
+            counts = [n for n in counts if kv_heads // shards % n == 0]
         return next((n for n in counts if queries <= n * CHUNK_BYTES), counts[-1])
 
 
@@ -100,9 +100,9 @@ def map_token_chunks(
     if size is None:
         return function(modules, x, others)
     first = jax.tree.leaves(x)[0]
-    parts = shard_count("activations", "stream")
+    shards = shard_count("activations", "stream")
     over = shard_axes("activations", "batch")
-    time = first.shape[-2] // parts
+    time = first.shape[-2] // shards
     least = -(-time // size)
     # A sequence that is not divisible by the chunks is padded, which copies it; slightly smaller chunks are better.
     count = next((n for n in range(least, 2 * least) if time % n == 0), least)
@@ -111,7 +111,7 @@ def map_token_chunks(
     def run(weights: Tree, x: Tree, others: Tree) -> Tree:
         return function(nnx.merge(graphdef, jax.tree.map(GatheredWeight, weights)), x, others)
 
-    return _map_chunks(_Chunks(run, parts, count, time, over), weights, x, others)
+    return _map_chunks(_Chunks(run, shards, count, time, over), weights, x, others)
 
 
 def gather_weights(modules: Tree, dtype: DTypeLike) -> tuple[Tree, Tree]:
@@ -126,10 +126,10 @@ def gather_weights(modules: Tree, dtype: DTypeLike) -> tuple[Tree, Tree]:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """A sequence sharded into `parts`, each processed in `count` chunks. The last chunk is padded with zeros."""
+    """A sequence sharded into `shards`, each processed in `count` chunks. The last chunk is padded with zeros."""
 
     run: TokenwiseFunction
-    parts: int
+    shards: int
     count: int
     time: int  # tokens of a part
     over: tuple[str, ...]  # mesh axes that shard the batch
@@ -139,8 +139,8 @@ class _Chunks:
         return -(-self.time // self.count)
 
     def split(self, x: jax.Array) -> jax.Array:
-        """[..., batch, time, width] -> [..., batch, parts, count x size, width]"""
-        x = x.reshape(*x.shape[:-2], self.parts, self.time, x.shape[-1])
+        """[..., batch, time, width] -> [..., batch, shards, count x size, width]"""
+        x = x.reshape(*x.shape[:-2], self.shards, self.time, x.shape[-1])
         padding = self.count * self.size - self.time
         return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, padding), (0, 0)]) if padding else x
 
@@ -157,7 +157,7 @@ class _Chunks:
 
     def write(self, arrays: Tree, j: jax.Array, chunk: Tree) -> Tree:
         def write_chunk(array: jax.Array, x: jax.Array) -> jax.Array:
-            x = x.reshape(*x.shape[:-2], self.parts, self.size, x.shape[-1])
+            x = x.reshape(*x.shape[:-2], self.shards, self.size, x.shape[-1])
             return jax.lax.dynamic_update_slice_in_dim(array, x, j * self.size, axis=array.ndim - 2)
 
         return jax.tree.map(write_chunk, arrays, chunk)
@@ -165,7 +165,7 @@ class _Chunks:
     def zeros(self, chunk: Tree) -> Tree:
         """Zeros for all chunks, from arrays with the shapes of one chunk."""
         return jax.tree.map(
-            lambda x: jnp.zeros((*x.shape[:-2], self.parts, self.count * self.size, x.shape[-1]), x.dtype), chunk
+            lambda x: jnp.zeros((*x.shape[:-2], self.shards, self.count * self.size, x.shape[-1]), x.dtype), chunk
         )
 
 
@@ -231,11 +231,11 @@ def map_head_groups(
     x: jax.Array,
     groups: int,
     heads: Mapping[str, int],
-    parts: int,
+    shards: int,
 ) -> jax.Array:
     """Returns [groups, batch, time, width]: `attend(modules, x)` for one group of heads at a time. Only the arrays that
     the attention kernel names are saved for the backward pass. `heads`: the number of heads of each axis of weights
-    that is divided into groups; other weights are shared. `parts`: the number of devices that shard each group. KV
+    that is divided into groups; other weights are shared. `shards`: the number of devices that shard each group. KV
     heads that several groups or devices need are repeated."""
     if groups == 1:
         return attend(modules, x)[None]
@@ -251,11 +251,11 @@ def map_head_groups(
         if dim is None:
             return jnp.broadcast_to(w, (groups, *w.shape))
         count = heads[axis_name(axes_of_w[dim])]
-        repeats = math.lcm(count, parts * groups) // count
+        repeats = math.lcm(count, shards * groups) // count
         if repeats > 1:
             with_heads = w.reshape(*w.shape[:dim], count, -1, *w.shape[dim + 1 :])
             w = jnp.repeat(with_heads, repeats, axis=dim).reshape(*w.shape[:dim], -1, *w.shape[dim + 1 :])
-        w = w.reshape(*w.shape[:dim], parts, groups, -1, *w.shape[dim + 1 :])
+        w = w.reshape(*w.shape[:dim], shards, groups, -1, *w.shape[dim + 1 :])
         w = jnp.moveaxis(w, dim + 1, 0)
         return w.reshape(groups, *w.shape[1 : dim + 1], -1, *w.shape[dim + 3 :])
 
@@ -267,8 +267,8 @@ def map_head_groups(
     return jax.lax.scan(lambda _, group_weights: (None, group(group_weights, x)), None, split_weights)[1]
 
 
-def join_head_groups(x: jax.Array, parts: int) -> jax.Array:
+def join_head_groups(x: jax.Array, shards: int) -> jax.Array:
     """[groups, batch, time, width] -> [batch, time, heads x head_dim], with the heads of each device in order."""
     groups, *rows, width = x.shape
-    x = jnp.moveaxis(x.reshape(groups, *rows, parts, width // parts), 0, -2)
+    x = jnp.moveaxis(x.reshape(groups, *rows, shards, width // shards), 0, -2)
     return x.reshape(*rows, groups * width)

@@ -152,7 +152,7 @@ def _lookup(matrix: Matrix, ids: jax.Array, axes: Axes, dtype: DTypeLike, *, che
     layout = current()
     shards = None if layout is None else _Shards.of(layout, axes)
     if isinstance(matrix, QTensor) and layout is not None and shards is not None:
-        parts = layout.parts("gradients", axes[1])
+        parts = layout.shard_count("gradients", axes[1])
         aligned = matrix.with_aligned_blocks(parts)
         if aligned is None:  # a device would hold a part of a byte
             shards = None

@@ -61,7 +61,7 @@ class Mixture:
         stream = layout.over("activations", "stream")
         return dataclasses.replace(
             self,
-            experts=layout.parts("compute", "expert"),
+            experts=layout.shard_count("compute", "expert"),
             gathers="expert" in layout.over("activations", "batch"),
             tensor=tensor,
             parts=layout.size(tensor),
@@ -142,7 +142,7 @@ class Mixture:
 
         def local(axes: Axes, w: jax.Array | QTensor) -> jax.Array | QTensor:
             """The weight, with the static size of the shard of a device."""
-            parts = layout.parts("compute", axes[1])
+            parts = layout.shard_count("compute", axes[1])
             if not isinstance(w, QTensor):
                 return w
             if (aligned := w.with_aligned_blocks(parts)) is None:

@@ -44,11 +44,11 @@ class ParameterGroup:
         """This group's part of an optimizer's state."""
         return select(opt_state, self.state_axes, is_leaf=is_axes)
 
-    def updates(self, grads: Tree, state: Tree, params: Tree, **extra: Any) -> tuple[Tree, Tree]:
-        """Returns what is added to the parameters, and the new state."""
+    def compute_updates(self, grads: Tree, state: Tree, params: Tree, **extra: Any) -> tuple[Tree, Tree]:
+        """Returns what is added to the parameters (optax's updates), and the new state."""
         return self.tx.update(grads, state, params, pipeline_of=self.pipeline_of, **extra)
 
-    def update(self, grads: Tree, state: Tree, params: Tree, write: Writer, **extra: Any) -> tuple[Tree, Tree]:
+    def update_weights(self, grads: Tree, state: Tree, params: Tree, write: Writer, **extra: Any) -> tuple[Tree, Tree]:
         """Returns new parameters and new state, where the state was: state in host memory is copied to the device and
         back. With `layer`, these are of one layer of stacked parameters."""
         layer = extra.get("layer")
@@ -56,7 +56,7 @@ class ParameterGroup:
         grads = constrain_tree(grads, self.axes, "gradients")
         # Otherwise the partitioner shards the stack from which the layer is read, and gathers all of it for each layer.
         params = constrain_tree(params, stored_axes(self.axes, params), "weights")
-        updates, new_state = self.updates(grads, fetch_from_host(state), params, **extra)
+        updates, new_state = self.compute_updates(grads, fetch_from_host(state), params, **extra)
         params = write(params, updates, axes=self.axes, layer=layer, vocab_slice=vocab_slice)
         # The cast runs in the sharding of the optimizer state, before the gather; otherwise float32 would be sent.
         return constrain_tree(params, stored_axes(self.axes, params), "optimizer"), send_like(new_state, state)

@@ -145,7 +145,7 @@ def _gathered_model(plan: Plan) -> Iterator[PlanWarning]:
     built = plan.program
     cfg = built.cfg
     model = built.model.flax_model
-    if model is None or model.stacks or built.layout.parts("weights", "embed") == 1:
+    if model is None or model.stacks or built.layout.shard_count("weights", "embed") == 1:
         return
     size = plan.breakdown.of_kind(GATHERED)
     of_model = built.model.parameter_count * compute_dtype(cfg.precision, plan.target.platform).itemsize

@@ -134,7 +134,7 @@ class Plan(Printed):
     def host_bytes(self) -> int:
         """Peak host memory for each device: offloaded arrays, and a copy of what a checkpoint saves; on a CPU also the
         step, since its device memory is host memory."""
-        saved = SavedState(self.program).of(self.program.spec.state)
+        saved = SavedState(self.program).to_save(self.program.spec.state)
         step = self.compiled_step.total if self.target.is_cpu else 0
         return step + self.compiled_step.host_total + bytes_on_device(saved)
 

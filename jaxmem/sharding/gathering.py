@@ -180,7 +180,8 @@ def _delays(x: jax.Array, weight: Weight, axes: Axes, role: Role) -> bool:
     layout = current()
     if layout is None or any(layout.mesh_axes_each(role, axes)) or not any(layout.mesh_axes_each("gradients", axes)):
         return False
-    tokens = x.size // x.shape[-1] // layout.parts("activations", "batch") // layout.parts("activations", "time")
+    shards = layout.shard_count("activations", "batch") * layout.shard_count("activations", "time")
+    tokens = x.size // x.shape[-1] // shards
     return tokens >= MIN_TOKENS_PER_ROW * min(weight.shape)
 
 

@@ -49,11 +49,11 @@ class Layout:
         spec: list[tuple[str, ...] | None] = []
         split = assign_mesh_axes(axes, shape, table, self.mesh.shape)
         for dim, (axis, over, size) in enumerate(zip(known, split, shape, strict=True)):
-            parts = self.size(over)
-            if size % parts:
+            count = self.size(over)
+            if size % count:
                 mesh = " x ".join(f"mesh.{a}" for a in over)
                 raise UserError(
-                    f"{name}: dimension {dim} ({axis}) of size {size} is not divisible by {mesh} = {parts}; change one"
+                    f"{name}: dimension {dim} ({axis}) of size {size} is not divisible by {mesh} = {count}; change one"
                 )
             spec.append(over or None)
         return NamedSharding(self.mesh, PartitionSpec(*spec))
@@ -63,7 +63,7 @@ class Layout:
         table: Table = getattr(self.tables, role)
         return tuple(a for a in table[axis_name(axis)] if self.mesh.shape[a] > 1) if axis else ()
 
-    def parts(self, role: Role, axis: str | Axis | None) -> int:
+    def shard_count(self, role: Role, axis: str | Axis | None) -> int:
         """The number of shards of a logical axis."""
         return self.size(self.over(role, axis))
 
@@ -79,7 +79,7 @@ class Layout:
 
     def padded(self, role: Role, axes: Axes, shape: Sequence[int]) -> tuple[int, ...]:
         """The smallest shape that is at least this shape and divisible by the mesh axes."""
-        counts = [self.parts(role, axis) for axis in axes]
+        counts = [self.shard_count(role, axis) for axis in axes]
         return tuple(-(-size // count) * count for size, count in zip(shape, counts, strict=True))
 
     def with_unsplit_layers(self, role: Role, axes: Axes, shape: Sequence[int]) -> NamedSharding:
@@ -87,10 +87,10 @@ class Layout:
         `stage`, if one is divisible."""
         unsplit = dataclasses.replace(self.tables, **{role: {**getattr(self.tables, role), "layer": ()}})
         placed = Layout(self.mesh, unsplit).sharding(role, axes, shape)
-        parts = placed.shard_shape(tuple(shape))
+        shard_shape = placed.shard_shape(tuple(shape))
         spec = list(placed.spec)
         for dim in range(1, len(shape)):
-            if parts[dim] % self.mesh.shape["stage"] == 0:
+            if shard_shape[dim] % self.mesh.shape["stage"] == 0:
                 over = spec[dim] or ()
                 spec[dim] = (*((over,) if isinstance(over, str) else over), "stage")
                 break
@@ -125,7 +125,7 @@ class Layout:
     def for_generation(self, rows: int) -> Layout:
         """The layout for generation. Sequences grow, so their dimension is not sharded; the batch is sharded if its
         size is divisible."""
-        batch = () if rows % self.parts("activations", "batch") else self.tables.activations["batch"]
+        batch = () if rows % self.shard_count("activations", "batch") else self.tables.activations["batch"]
         unsplit = dict.fromkeys(("time", "stream", "mlp_time", "vocab_time"), ())
         logits = tuple(axis for axis in self.tables.activations["vocab_batch"] if axis in batch)
         activations = {**self.tables.activations, **unsplit, "batch": batch, "vocab_batch": logits}
@@ -153,7 +153,7 @@ def shard_axes(role: Role, axis: str | Axis | None) -> tuple[str, ...]:
 def shard_count(role: Role, axis: str | Axis | None) -> int:
     """The number of shards of a logical axis."""
     layout = current()
-    return 1 if layout is None else layout.parts(role, axis)
+    return 1 if layout is None else layout.shard_count(role, axis)
 
 
 def layout_for(cfg: Config, devices: Sequence[jax.Device]) -> Layout:

@@ -59,16 +59,16 @@ class DeviceShare:
     def heads(self) -> int:
         """Query heads of a decoder or ViT that the device computes. A mesh axis of -1 counts as one device."""
         assert isinstance(self.model, Decoder | Vit)
-        return self.model.heads // self._head_parts
+        return self.model.heads // self._head_shards
 
     @property
     def kv_heads(self) -> int:
         """KV heads of a decoder that the device computes: they are repeated if `tensor` does not divide them."""
-        parts = self._head_parts
-        return math.lcm(self.decoder.kv_heads, parts) // parts
+        shards = self._head_shards
+        return math.lcm(self.decoder.kv_heads, shards) // shards
 
     @property
-    def _head_parts(self) -> int:
+    def _head_shards(self) -> int:
         return max(1, self.shards("heads"))
 
     @property

@@ -5,10 +5,10 @@ objective.py        the loss, as parts that follow those of the network
 model.py            ModelSpec: the structure of the network, its weights' axes, which are trainable
 execution.py        ExecutionSpec: compute dtype, kernels, recompute, pipeline stages
 kernel_choice.py    the implementation of each operation; context_methods.py: of attention over `context`
-kernel_check.py     the check of the chosen implementations before a run
+kernel_check.py     the check of the chosen implementations before a run, and the next choice for one that fails
 categories.py       the category of each array of the state: parameters, optimizer state, ...
 initial_weights.py  InitialWeights: how weights are created and stored
-state.py            TrainState and StateSpec: shapes and shardings of the state and of a batch
+state.py            TrainState and StepSpec: shapes and shardings of the state and of a batch
 gradients.py        the gradients of several micro-batches
 pipeline.py         gradients, updates and evaluation on pipeline stages
 programs.py         Program: the functions that `plan` and `train` compile

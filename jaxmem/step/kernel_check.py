@@ -10,7 +10,8 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ from jaxmem.kernels.grouped_matmul import map_groups, sort_rows, sum_of_groups
 from jaxmem.kernels.support import Request
 from jaxmem.kernels.validation import PLAIN
 from jaxmem.machine.devices import cudnn_remedy, package_versions
+from jaxmem.machine.terminal import say
 from jaxmem.models.mixture import matrices
 from jaxmem.quant import FORMATS, quantize
 from jaxmem.step.kernel_choice import ATTENTION, EXPERTS, UPDATE, Choice, attention_request, kernel_choices
+from jaxmem.step.programs import program
 from jaxmem.typing import JsonDict
 
 # The shapes of a check, and its limits.
@@ -53,6 +56,20 @@ def refuse_gpu_kernels(cfg: Config, platform: str) -> None:
         value = value_of(cfg, key)
         if value in ("cudnn", "triton"):
             raise UserError(f"{key}={value} needs an NVIDIA GPU; use {key}=auto")
+
+
+def with_passing_kernels(cfg: Config, devices: Sequence[jax.Device], agree: Callable[[bool], bool]) -> Config:
+    """The config with kernels that passed their check on these devices; CPUs have none to check. `agree`: as in
+    `checked_kernels`."""
+    if devices[0].platform == "cpu":
+        return cfg
+    built = program(cfg, devices)
+    settings, failures = checked_kernels(built.cfg, built.platform, built.model.execution.capability, agree)
+    say(*failures, file=sys.stderr)
+    for setting, implementation in settings.items():
+        section, key = setting.split(".")
+        cfg = cfg.replace(**{section: {key: implementation}})
+    return cfg
 
 
 def checked_kernels(

@@ -116,13 +116,13 @@ def attention_choice(
     if call is None:
         return None
     if cfg.mesh.context == 1:
-        return attention_kernel(call, named, capability, failed)
+        return attention_for_call(call, named, capability, failed)
     share = share_of(cfg)
     by_method: dict[str, tuple[float, Choice]] = {}  # estimated seconds, and the kernel
     refused: list[UserError] = []
     for method in context_methods(share, cfg.memory.head_groups):
         try:
-            choice = attention_kernel(call.over_context(method, cfg.mesh.context), named, capability, failed)
+            choice = attention_for_call(call.over_context(method, cfg.mesh.context), named, capability, failed)
         except UserError as error:
             refused.append(error)
         else:
@@ -137,7 +137,7 @@ def attention_choice(
     return replace(choice, why=why, context_method=best)
 
 
-def attention_kernel(
+def attention_for_call(
     call: Request, named: str, capability: int | None, failed: Mapping[str, str] = NONE_FAILED
 ) -> Choice:
     """The choice for a call of attention. `named`: the implementation in the config, or auto. The other arguments are

@@ -45,7 +45,7 @@ from jaxmem.step.gradients import Reduce
 from jaxmem.step.model import ModelSpec
 from jaxmem.step.objective import Batch, Objective, Sums, objective_of
 from jaxmem.step.parts import parts_of
-from jaxmem.step.state import StateSpec, TrainState
+from jaxmem.step.state import StepSpec, TrainState
 from jaxmem.step.update_piecewise import LayerUpdate, StackUpdate, Updated, add_squares, update_singly
 from jaxmem.typing import Tree
 
@@ -86,7 +86,7 @@ class PipelineResult:
 
 
 def pipeline_gradients(
-    spec: StateSpec, params: Params, batch: Batch, keys: jax.Array, scale: jax.Array
+    spec: StepSpec, params: Params, batch: Batch, keys: jax.Array, scale: jax.Array
 ) -> tuple[Params, Sums]:
     """The gradients of all micro-batches; they are communicated in the compute dtype.
 
@@ -125,7 +125,7 @@ def _local_axes(layout: Layout, objective: Objective) -> tuple[str, ...]:
     return () if objective.needs_all_rows else layout.local_gradient_axes
 
 
-def pipeline_sums(spec: StateSpec, objective: Objective, params: Params, batch: Batch) -> Sums:
+def pipeline_sums(spec: StepSpec, objective: Objective, params: Params, batch: Batch) -> Sums:
     """The sums of the objective over all micro-batches, [micro-batches, rows, ...]."""
     p = spec.model.execution.pipeline
     assert p is not None
@@ -133,7 +133,7 @@ def pipeline_sums(spec: StateSpec, objective: Objective, params: Params, batch: 
 
 
 def execute(
-    spec: StateSpec,
+    spec: StepSpec,
     table: Timetable,
     objective: Objective,
     params: Params,
@@ -227,7 +227,7 @@ def execute(
 
 
 def update_in_stages(
-    spec: StateSpec, state: TrainState, batch: Batch, keys: jax.Array, write: Writer
+    spec: StepSpec, state: TrainState, batch: Batch, keys: jax.Array, write: Writer
 ) -> tuple[Params, Tree, Sums, jax.Array]:
     """One update. Arguments and results are those of `update_during_backward`."""
     model = spec.model

@@ -29,7 +29,7 @@ from jaxmem.step import batches, host_placement
 from jaxmem.step.execution import ExecutionSpec
 from jaxmem.step.model import ModelSpec
 from jaxmem.step.objective import Batch, Objective, Sums, likelihoods, objective_of
-from jaxmem.step.state import StateSpec, TrainState
+from jaxmem.step.state import StepSpec, TrainState
 from jaxmem.step.step import Metrics, make_step
 from jaxmem.typing import Tree
 
@@ -80,9 +80,9 @@ class Program:
         return ModelSpec(self.cfg, ExecutionSpec(self.cfg, self.platform, capability(device)))
 
     @cached_property
-    def spec(self) -> StateSpec:
+    def spec(self) -> StepSpec:
         check_mesh(self.layout, self.model)
-        return StateSpec(self.cfg, self.layout, self.model)
+        return StepSpec(self.cfg, self.layout, self.model)
 
     @property
     def resolved(self) -> Config:

@@ -62,7 +62,7 @@ class TrainState:
 
 
 @dataclass(frozen=True)
-class StateSpec:
+class StepSpec:
     """The specification of the compiled step: a resolved config, its model, its optimizer, and the sharding of all
     state."""
 

@@ -16,9 +16,9 @@ In order, with the function that does it:
 3. Norms: `BackwardOrder.squared_norms` has one for each layer, for the norm of the gradient and for the name of the
    first gradient that is not finite.
 4. Metrics: `_metrics`, the sums divided by their count. They need the weights and the state before the update.
-5. Update: `_update` applies the optimizer (`ParameterGroup.updates`): clipping, the rule, weight decay and learning
-   rate. `optim.apply_updates` adds the result to the weights, and `gather_in_place` gathers them if each device updates
-   only its shard (zero 1 and 2).
+5. Update: `_update` applies the optimizer (`ParameterGroup.compute_updates`): clipping, the rule, weight decay and
+   learning rate. `optim.apply_updates` adds the result to the weights, and `gather_in_place` gathers them if each
+   device updates only its shard (zero 1 and 2).
 
 `memory.update: during` has 1, 2, 3 and 5 in one backward pass: update_during.py.
 """
@@ -44,7 +44,7 @@ from jaxmem.sharding.weights import apply_hooks, differentiable, with_gradients
 from jaxmem.step import nonfinite
 from jaxmem.step.gradients import accumulate
 from jaxmem.step.objective import FORWARD_STATE, Batch, Sums, means, objective_of
-from jaxmem.step.state import StateSpec, TrainState, next_loss_scale
+from jaxmem.step.state import StepSpec, TrainState, next_loss_scale
 from jaxmem.typing import Tree
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ Metrics = dict[str, jax.Array]
 _ROUNDING_KEY = 2**31 - 1  # folded into the key of a step: stochastic rounding uses other random bits than dropout
 
 
-def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+def make_step(spec: StepSpec) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The training step. Leaves of a batch are [micro-batches, rows, ...]."""
     cfg = spec.cfg
 
@@ -86,7 +86,7 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
 
 
 def _update_during(
-    spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.Array, write: Writer
+    spec: StepSpec, state: TrainState, batch: Batch, row_keys: jax.Array, write: Writer
 ) -> tuple[Params, Tree, Sums, jax.Array]:
     """Gradients and updates in one backward pass: `update_during_backward`, on pipeline stages `update_in_stages`."""
     if spec.model.forward_state:
@@ -104,7 +104,7 @@ def _update_during(
     return update_during_backward(spec, state, batch, row_keys, write)
 
 
-def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.Array) -> tuple[Params, Sums]:
+def _gradients(spec: StepSpec, state: TrainState, batch: Batch, row_keys: jax.Array) -> tuple[Params, Sums]:
     """Gradients of the mean loss with respect to the trainable parameters, and the sums of the objective."""
     cfg = spec.cfg
     model = spec.model
@@ -150,7 +150,7 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
 
 
 def _update(
-    spec: StateSpec,
+    spec: StepSpec,
     state: TrainState,
     grads: Params,
     norm: jax.Array,
@@ -183,7 +183,7 @@ def _update(
             return merge(params, *new), opt_state, new_forward_state
         # With the norm that the metrics have, XLA reads the gradients once for both; otherwise it would sum them again
         # while it clips them, and could not clip them in place.
-        updates, opt_state = spec.trainable.updates(grads, state.opt_state, params, norm=norm)
+        updates, opt_state = spec.trainable.compute_updates(grads, state.opt_state, params, norm=norm)
         return write(params, updates, axes=spec.trainable.axes), opt_state, new_forward_state
 
     def skip(_: Params) -> tuple[Params, Tree, Tree]:
@@ -198,7 +198,7 @@ def _update(
     return model.with_forward_state(model.selection.merge(state.params, new), forward_state), opt_state
 
 
-def _metrics(spec: StateSpec, state: TrainState, sums: Sums, squares: jax.Array) -> Metrics:
+def _metrics(spec: StepSpec, state: TrainState, sums: Sums, squares: jax.Array) -> Metrics:
     rate = {} if spec.cfg.user.optimizer else {"learning_rate": spec.learning_rate(_schedule_step(state))}
     return (
         means(sums)

@@ -46,13 +46,13 @@ from jaxmem.stack.reverse import ForwardPass, Visitor, forward, merge_micro_batc
 from jaxmem.step.model import ModelSpec
 from jaxmem.step.objective import Batch, Sums, objective_of
 from jaxmem.step.parts import parts_of
-from jaxmem.step.state import StateSpec, TrainState
+from jaxmem.step.state import StepSpec, TrainState
 from jaxmem.step.update_piecewise import LayerUpdate, StackUpdate, Updated, VocabUpdate, add_squares
 from jaxmem.typing import Tree
 
 
 def update_during_backward(
-    spec: StateSpec, state: TrainState, batch: Batch, keys: jax.Array, write: Writer
+    spec: StepSpec, state: TrainState, batch: Batch, keys: jax.Array, write: Writer
 ) -> tuple[Params, Tree, Sums, jax.Array]:
     """One update.
 
@@ -65,7 +65,7 @@ def update_during_backward(
 
     Returns:
         New parameters, new optimizer state, the sums of the objective, and the squared norms of the gradients in the
-        order of `StateSpec.gradient_names`.
+        order of `StepSpec.gradient_names`.
     """
     opt_state = state.opt_state
     network = _forward(spec, state.params, batch, keys)
@@ -106,7 +106,7 @@ def update_during_backward(
         weights = select(state.params, grads)
         group = spec.group(weights)
         grads = constrain_tree(grads, group.axes, "gradients")
-        new, new_state = group.update(grads, group.state(opt_state), weights, write, norm=norm)
+        new, new_state = group.update_weights(grads, group.state(opt_state), weights, write, norm=norm)
         return Updated(new, [new_state], jax.tree.map(sum_of_squares, grads))
 
     def update_matrix(path: Path, gradient: MatrixGradient) -> Updated:
@@ -274,7 +274,7 @@ class ForwardByParts:
         return replace_at(grads, {path: total + gradient.astype(total.dtype)})
 
 
-def _forward(spec: StateSpec, params: Params, batch: Batch, keys: jax.Array) -> ForwardByParts:
+def _forward(spec: StepSpec, params: Params, batch: Batch, keys: jax.Array) -> ForwardByParts:
     """The forward pass of the network and of its loss. `batch` and `keys`: as in `update_during_backward`."""
     micro_batches = len(keys)
     if micro_batches == 1:

@@ -34,12 +34,12 @@ from jaxmem.sharding.host import fetch_from_host, is_on_host, put_layer, send_li
 from jaxmem.sharding.table import Axes, Role, axis_name, is_axes, is_stacked
 from jaxmem.sharding.trees import merge, select, single_weights
 from jaxmem.sharding.weights import Weight, is_encoded
-from jaxmem.step.state import StateSpec
+from jaxmem.step.state import StepSpec
 from jaxmem.typing import Tree
 
 
 def update_singly(
-    spec: StateSpec, params: Params, grads: Params, opt_state: Tree, write: Writer, norm: jax.Array | None
+    spec: StepSpec, params: Params, grads: Params, opt_state: Tree, write: Writer, norm: jax.Array | None
 ) -> tuple[list[Tree], list[Tree]]:
     """Updates parameters one after the other. Returns the new value of each, and the new state of its group.
 
@@ -65,7 +65,7 @@ def update_singly(
             slice_of = partial(_slice_of, g, names.index("vocab"))
             new, state, _ = VocabUpdate(group, weight, state, g.dtype).update(slice_of, write, norm)
         else:
-            new, state = group.update(gradient, state, weight, write, norm=norm)
+            new, state = group.update_weights(gradient, state, weight, write, norm=norm)
         new_params.append(new)
         new_states.append(state)
     return new_params, new_states
@@ -126,7 +126,7 @@ class StackUpdate:
     def update(self, layer: jax.Array, gradient: Tree, state: Tree, weight: Tree) -> tuple[Tree, Tree]:
         """The new weight and the new state of one layer."""
         extra = {"layer": self.first + layer, "layers": self.layers, "norm": self.norm}
-        return self.group.update(gradient, state, weight, self.write, **extra)
+        return self.group.update_weights(gradient, state, weight, self.write, **extra)
 
     def put(self, weights: Tree, state: Tree, layer: jax.Array, new: Tree, new_state: Tree) -> tuple[Tree, Tree]:
         """The stack and its state, with those of one layer replaced."""
@@ -228,7 +228,7 @@ class VocabUpdate:
         if self._slices is not None and (new := self._update_slices(self._slices, gradient, write, norm)) is not None:
             return new
         grads = self._gradient(gradient, self.weights)
-        return *self.group.update(grads, self.state, self.weights, write, norm=norm), sum_of_squares(grads)
+        return *self.group.update_weights(grads, self.state, self.weights, write, norm=norm), sum_of_squares(grads)
 
     def _update_slices(
         self, slices: VocabSlices, gradient: SliceGradient, write: Writer, norm: jax.Array | None
@@ -241,7 +241,7 @@ class VocabUpdate:
             weight_slice = _read_slice(slices, j, weights, self._axes, self.weights)
             state_slice = _read_slice(slices, j, state, self.group.state_axes, self.state)
             rows = VocabSlice(self._shape, self._vocab_dim, slices.entries(j).reshape(-1), total)
-            return dw, *self.group.update(dw, state_slice, weight_slice, write, norm=norm, vocab_slice=rows)
+            return dw, *self.group.update_weights(dw, state_slice, weight_slice, write, norm=norm, vocab_slice=rows)
 
         sums = sliced_sums(update, slices.count)
         if sums is None:

@@ -28,7 +28,7 @@ from etils import epath
 from jaxmem.checkpoint.paths import move_aside
 from jaxmem.config import Config, Decoder
 from jaxmem.config.load import save_config
-from jaxmem.distributed.agree import any_process, gather
+from jaxmem.distributed.agree import any_process, gather_objects
 from jaxmem.errors import UserError
 from jaxmem.machine.files import atomic_directory, write_file
 
@@ -61,7 +61,7 @@ def run_lock(output: str | Path, name: str, key: str = "output") -> Iterator[str
                 refusal = f"{key}: cannot write {path}: {error.strerror}; set {key} to another directory"
             warning = f"warning: {path.parent} does not support file locks; do not start {name} twice at the same time"
     try:
-        if refusal := gather(refusal)[0]:
+        if refusal := gather_objects(refusal)[0]:
             raise UserError(refusal)
         yield warning
     finally:
@@ -77,7 +77,7 @@ def locked_places(cfg: Config) -> dict[str, str]:
     places = {"output": cfg.output, "checkpoint.path": cfg.checkpoint.path or cfg.output}
     local = {key: place for key, place in places.items() if "://" not in place}
     differ = len(set(map(os.path.realpath, local.values()))) == len(local)
-    return gather(local if differ else {"output": cfg.output})[0]
+    return gather_objects(local if differ else {"output": cfg.output})[0]
 
 
 def _acquire(path: Path) -> int:
@@ -103,12 +103,12 @@ def is_shared(directory: Path) -> bool:
     """Whether all processes see this directory, in which process 0 creates a file for a moment."""
     if jax.process_count() == 1:
         return True
-    marker = directory / gather(f".{uuid.uuid4().hex}")[0]
+    marker = directory / gather_objects(f".{uuid.uuid4().hex}")[0]
     if jax.process_index() == 0:
         with suppress(OSError):  # nobody sees the file
             directory.mkdir(parents=True, exist_ok=True)
             marker.touch()
-    gather(None)  # waits, because a network file system may remember that the file did not exist
+    gather_objects(None)  # waits, because a network file system may remember that the file did not exist
     blind = _blind_processes(marker, SHARED_SECONDS)
     if jax.process_index() == 0:
         marker.unlink(missing_ok=True)
@@ -118,7 +118,7 @@ def is_shared(directory: Path) -> bool:
 def _blind_processes(path: Path | epath.Path, seconds: float) -> list[int]:
     """The processes that do not see a path within this time: a network file system may show it later."""
     end = time.monotonic() + seconds
-    while blind := [process for process, sees in enumerate(gather(path.exists())) if not sees]:
+    while blind := [process for process, sees in enumerate(gather_objects(path.exists())) if not sees]:
         if any_process(time.monotonic() > end):
             break
         time.sleep(1)
@@ -142,7 +142,7 @@ def run_directory(
                 path.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 refusal = f"cannot create {path}: {error.strerror}; set output or checkpoint.path to another directory"
-        if refusal := gather(refusal)[0]:
+        if refusal := gather_objects(refusal)[0]:
             raise UserError(refusal)
         if blind := _blind_processes(path, MAX_WAIT_SECONDS):
             raise UserError(

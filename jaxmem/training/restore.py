@@ -15,7 +15,7 @@ from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Config
 from jaxmem.config.load import load_config
 from jaxmem.data.corpus import fingerprint
-from jaxmem.distributed.agree import gather
+from jaxmem.distributed.agree import gather_objects
 from jaxmem.distributed.cluster import jobs
 from jaxmem.errors import UserError
 from jaxmem.step.programs import Program
@@ -27,7 +27,7 @@ from jaxmem.typing import JsonDict, Tree
 def data_fingerprint(cfg: Config) -> str:
     """The fingerprint of the data, which must be the same in all processes."""
     mine = fingerprint(cfg)
-    for process, other in enumerate(gather(mine)):
+    for process, other in enumerate(gather_objects(mine)):
         if other != mine:
             raise UserError(
                 f"data.path: the files differ between processes: fingerprint {mine} in process {jax.process_index()},"
@@ -67,7 +67,7 @@ def resume_if_started_again(cfg: Config, path: epath.Path) -> Config:
 
 
 def _read_latest(path: epath.Path) -> SavedRecord | None:
-    if not all(gather(path.is_dir())):
+    if not all(gather_objects(path.is_dir())):
         return None
     with Checkpoints(path, read_only=True) as checkpoints:
         latest = checkpoints.read_latest()
@@ -91,7 +91,7 @@ class NewestState(NamedTuple):
 def newest_state(built: Program, checkpoints: Checkpoints) -> NewestState | None:
     """Like `restore`, but only `read_state` reads the frozen base, which is not in the checkpoints."""
     saved = SavedState(built)
-    latest = checkpoints.restore_latest(saved.shapes)
+    latest = checkpoints.restore_latest(saved.shapes_to_restore)
     if latest is None:
         return None
     step, state, position, config = latest

@@ -29,7 +29,7 @@ from jaxmem.config.methods import config_with
 from jaxmem.config.user import Parts
 from jaxmem.data.loader import Loader, merge_states
 from jaxmem.data.user import open_loader
-from jaxmem.distributed.agree import DelayedMax, any_process, gather, serialized
+from jaxmem.distributed.agree import DelayedMax, any_process, gather_objects, serialized
 from jaxmem.distributed.cluster import jobs
 from jaxmem.distributed.join import failing_together
 from jaxmem.errors import UserError, abridge
@@ -155,10 +155,9 @@ class _Job:
 
 def _prepare(cfg: Config, devices: Sequence[jax.Device] | None) -> _Job:
     """Settles every choice that the config leaves open. Refuses the directory of a run of another config."""
-    from jaxmem.inference.load import with_passing_kernels
     from jaxmem.planning.budget import resolve_remat
     from jaxmem.planning.targets import local_target
-    from jaxmem.step.kernel_check import refuse_gpu_kernels
+    from jaxmem.step.kernel_check import refuse_gpu_kernels, with_passing_kernels
 
     check_trackers(cfg.train.trackers)
     # If some processes found a program that others compile, these would wait in XLA's autotuner, which is shared by
@@ -173,8 +172,8 @@ def _prepare(cfg: Config, devices: Sequence[jax.Device] | None) -> _Job:
     refuse_links(checkpoint_path)
     cfg = resume_if_started_again(cfg, checkpoint_path)
     refuse_gpu_kernels(cfg, devices[0].platform)
-    cfg = with_passing_kernels(cfg, devices)
-    target = local_target(devices, gather)
+    cfg = with_passing_kernels(cfg, devices, any_process)
+    target = local_target(devices, gather_objects)
     resolved, remat_why = resolve_remat(cfg, target)
     built = program(resolved, devices)
     elastic = lines.elastic_line(cfg, built.cfg)
@@ -248,7 +247,7 @@ def _train(job: _Job, loader: Loader) -> Result:
         del state  # its arrays that are not donated would remain in memory
         keep_directory()
         loop.run(progress, profile, peak, stop)
-        for line in loader.corpus.summary(built.rows, gather):
+        for line in loader.corpus.summary(built.rows, gather_objects):
             progress.say(line)
         best = checkpoints.best() if cfg.checkpoint.keep_best else None
         progress.say(lines.last_line(cfg, loop.step, directory, data_ended=loop.data_ended, best=best))
@@ -353,9 +352,9 @@ class _Loop:
         """Saves if this step is due, forced, or the best by its `held_out` metrics."""
         if self.checkpoints.is_due(self.step, held_out, force):
             self._flush()  # a step is saved only when its loss is known to be finite
-            arrays = SavedState(self.plan.program).of(self.state)
+            arrays = SavedState(self.plan.program).to_save(self.state)
             check_finite(arrays.params, self.step)
-            position = merge_states(gather(self.loader.state())) | self.sources
+            position = merge_states(gather_objects(self.loader.state())) | self.sources
             config = self.cfg.model_dump(mode="json")
             self.checkpoints.save(self.step, arrays, position, config, held_out, force=force)
 
@@ -381,7 +380,7 @@ def _recorded(directory: Path, step: int) -> tuple[dict[str, float], dict[str, f
 
 def _refuse_other_configs(cfg: Config) -> None:
     """Refuses processes with other settings than process 0: they would train other models together."""
-    first, *others = gather(cfg.model_dump(mode="json"))
+    first, *others = gather_objects(cfg.model_dump(mode="json"))
     for process, other in enumerate(others, 1):
         if differences := changed(first, other, ("*",), PROCESS_KEYS, "{0} is {2}, not {1}"):
             raise UserError(

@@ -1,7 +1,13 @@
 """Attention with the options that transformers use. `reference.py` defines the results.
 
 A new implementation is a module with `attend` and `gradients` (see `derivative.py`), a line in IMPLEMENTATIONS, and its
-limits in `kernels/support.py`. `tests/kernels/test_attention.py` tests all of them.
+limits in `kernels/support.py`. `tests/kernels/test_attention.py` tests all of them. For runs of jaxmem also:
+
+- its name in the setting `memory.attention` (`jaxmem/config/recompute.py`)
+- `_FUSED_ATTENTION` in `jaxmem/step/kernel_choice.py`: if `auto` may choose it, its place in the order, and the reason
+- `_FLOPS` in `jaxmem/step/context_methods.py`: if its rate differs from that of plain JAX
+- `PER_DEVICE` in `jaxmem/models/attention.py`: if XLA's partitioner cannot shard it
+- `refuse_gpu_kernels` in `jaxmem/step/kernel_check.py`: if it needs a GPU
 """
 
 from typing import Any, Unpack

@@ -156,12 +156,12 @@ def test_processes_wait_until_they_see_the_same_checkpoints(tmp_path: Path, monk
             checkpoints.save(step, {"x": jnp.ones(3)}, POSITION, CONFIG, {"loss": 2.0}, force=True)
     there: Any = iter(([1], [1, 2], [[1, 5.0], [2, None]]))
     waits: list[float] = []
-    monkeypatch.setattr(manager, "gather", lambda mine: [next(there), mine])
+    monkeypatch.setattr(manager, "gather_objects", lambda mine: [next(there), mine])
     monkeypatch.setattr(time, "sleep", waits.append)
     with Checkpoints(tmp_path, keep_best=True) as checkpoints:
         assert waits == [1]
         assert [checkpoints.is_due(3, {"loss": loss}) for loss in (4.0, 6.0)] == [True, False]  # than that of process 0
-    monkeypatch.setattr(manager, "gather", lambda mine: [mine, []])
+    monkeypatch.setattr(manager, "gather_objects", lambda mine: [mine, []])
     monkeypatch.setattr(manager, "LISTING_SECONDS", 0)
     with pytest.raises(UserError, match=r"the hosts see different checkpoints; set checkpoint\.path to"):
         Checkpoints(tmp_path)

@@ -155,7 +155,7 @@ def test_processes_that_share_some_rows_share_each_file(
     config: Make, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three processes of two devices, whose groups of three devices have one row."""
-    monkeypatch.setattr("jaxmem.data.loader.gather", lambda _: [2, 1, 2])
+    monkeypatch.setattr("jaxmem.data.loader.gather_objects", lambda _: [2, 1, 2])
     cfg = config(path=str(shards), streaming=True, sequence_length=64, global_size=2)
     first, middle, last = (take(cfg, 4, rows=rows) for rows in ([0], [0, 1], [1]))
     for name in ("inputs", "mask"):

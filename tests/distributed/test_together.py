@@ -36,11 +36,12 @@ print(f"process {me} has left", file=sys.stderr, flush=True)
 
 # In place of END: all that they say to each other.
 AGREE = """
-    from jaxmem.distributed.agree import DelayedMax, any_process, gather, maximum
+    from jaxmem.distributed.agree import DelayedMax, any_process, gather_objects, maximum
     from jaxmem.distributed.communicator import Communicator
     from jaxmem.distributed.preflight import preflight
 
-    assert gather({"I am": me, "text": "x" * 100 * me}) == [{"I am": 0, "text": ""}, {"I am": 1, "text": "x" * 100}]
+    gathered = gather_objects({"I am": me, "text": "x" * 100 * me})
+    assert gathered == [{"I am": 0, "text": ""}, {"I am": 1, "text": "x" * 100}]
     assert (maximum(10 * me), any_process(me == 1), any_process(False)) == (10, True, False)
     largest = DelayedMax()
     assert [largest.of(7 if step == 2 and me == 1 else 0) for step in range(5)] == [0, 0, 0, 7, 0]
@@ -134,7 +135,7 @@ def test_the_first_process_is_killed(started: Any, program: Any) -> None:
 KILLED = """
     import os, signal
     from jaxmem.checkpoint.manager import Checkpoints
-    from jaxmem.distributed.agree import gather
+    from jaxmem.distributed.agree import gather_objects
     from jaxmem.sharding.layout import first_dim_sharding
 
     whole = first_dim_sharding(jax.make_mesh((4,), ("all",)), None)
@@ -142,7 +143,7 @@ KILLED = """
     with Checkpoints(sys.argv[1]) as checkpoints:
         checkpoints.save(1, state, {}, {}, force=True)
         checkpoints.wait()
-        gather("here")
+        gather_objects("here")
         if me == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1)
@@ -154,7 +155,7 @@ KILLED = """
 @pytest.mark.parametrize(
     "alone",
     [
-        "gather('alone')",
+        "gather_objects('alone')",
         "checkpoints.save(2, state, {}, {}, force=True)",
         "checkpoints.restore_latest(state)",
     ],

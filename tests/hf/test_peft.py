@@ -110,11 +110,11 @@ def test_losses_are_those_of_peft_and_checkpoints_hold_no_base(case, place, peft
         losses.append(float(metrics["loss"]))
     np.testing.assert_allclose(losses, PEERS[f"{case}.losses"], rtol=1e-4)
 
-    kept = flatten_dict(SavedState(built).of(state).params)
+    kept = flatten_dict(SavedState(built).to_save(state).params)
     whole = {("embedding", "weight"), ("head", "weight"), ("norm", "scale")} if case == "saved" else set()
     assert {path for path, x in kept.items() if x is not None} >= {path for path in kept if "lora" in path} | whole
     assert kept["blocks", "attention", "q", "weight"] is None
-    again = SavedState(built).complete(SavedState(built).of(state), built.cfg.model_dump(mode="json"))
+    again = SavedState(built).complete(SavedState(built).to_save(state), built.cfg.model_dump(mode="json"))
     jax.tree.map(np.testing.assert_array_equal, again.params, state.params)
 
 

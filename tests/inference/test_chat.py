@@ -266,7 +266,7 @@ def test_equal_prompts_in_several_batches_have_different_continuations(model: Pa
 def test_an_exported_run_has_the_template_of_its_data(how: str, model: Path, tmp_path: Path) -> None:
     (template := tmp_path / "template.jinja").write_text("{{ messages[0].content }}")
     built, _ = open_model(model, ["adapter.kind=lora", f"data.chat_template={template}"])
-    params = SavedState(built).of(initial_state(built)).params
+    params = SavedState(built).to_save(initial_state(built)).params
     save_config(built.cfg, tmp_path / "run/config.yaml")
     with Checkpoints(tmp_path / "run/checkpoints") as checkpoints:
         checkpoints.save(0, {"params": params}, {}, built.cfg.model_dump(mode="json"), force=True)
@@ -335,7 +335,7 @@ def test_the_token_that_ends_a_turn_in_the_template_ends_an_answer(chatml: Path,
 
 def test_an_export_of_a_run_on_conversations_names_the_token_that_ends_a_turn(chatml: Path, tmp_path: Path) -> None:
     built, _ = open_model(chatml, ["data.source=chat", "data.path=none.jsonl", "data.packing=true"])
-    params = SavedState(built).of(initial_state(built)).params
+    params = SavedState(built).to_save(initial_state(built)).params
     save_config(built.cfg, tmp_path / "run/config.yaml")
     copy_metadata(chatml, tmp_path / "run/hf")
     with Checkpoints(tmp_path / "run/checkpoints") as checkpoints:

@@ -73,7 +73,7 @@ def settings(**sections: Any) -> dict[str, Any]:
 
 def save_run(directory: Path, built: Program) -> None:
     """A run with a checkpoint of the initial weights."""
-    params = SavedState(built).of(initial_state(built)).params
+    params = SavedState(built).to_save(initial_state(built)).params
     save_config(built.cfg, directory / "config.yaml")
     with Checkpoints(directory / "checkpoints") as checkpoints:
         checkpoints.save(0, {"params": params}, {}, built.cfg.model_dump(mode="json"), force=True)
@@ -232,7 +232,8 @@ def test_inference_does_not_use_a_kernel_that_fails_its_check(
     failure = {"memory.attention": "reference"}, ["warning: memory.attention=triton failed its check"]
     monkeypatch.setattr(kernel_check, "checked_kernels", lambda *_: failure)
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="gpu")])
-    monkeypatch.setattr(inference.load, "program", lambda cfg, _: dataclasses.replace(built, cfg=cfg))
+    for module in (inference.load, kernel_check):
+        monkeypatch.setattr(module, "program", lambda cfg, _: dataclasses.replace(built, cfg=cfg))
     assert inference.load._program(cfg, computes=True).cfg.memory.attention == "reference"
     assert capsys.readouterr().err == "warning: memory.attention=triton failed its check\n"
     assert inference.load._program(cfg, computes=False).cfg.memory.attention == "auto"

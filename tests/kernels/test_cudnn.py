@@ -16,7 +16,7 @@ from jaxmem.kernels.support import Request, attention_refusal
 from jaxmem.planning.compile import compile_elsewhere, without_cache
 from jaxmem.planning.hlo import read_module, total_flops
 from jaxmem.planning.targets import parse_target, target_devices
-from jaxmem.step.kernel_choice import attention_kernel
+from jaxmem.step.kernel_choice import attention_for_call
 from tests.support.tiers import exhaustive
 
 # One GPU of each compute capability.
@@ -188,12 +188,12 @@ def test_refusals_are_known_before_compiling(change, capability, words):
     why = attention_refusal("cudnn", call, capability)
     assert why is not None
     assert words in why
-    assert attention_kernel(call, "auto", capability).implementation != "cudnn"
+    assert attention_for_call(call, "auto", capability).implementation != "cudnn"
 
 
 def test_wide_heads_are_compiled_for_a_gpu_that_is_not_installed():
     call = Request("bfloat16", 4096, 4096, 8, 256)
-    assert attention_kernel(call, "auto", 90).implementation == "cudnn"
+    assert attention_for_call(call, "auto", 90).implementation == "cudnn"
     assert attention_refusal("cudnn", call, None) is None
 
 
@@ -209,11 +209,11 @@ def test_wide_heads_are_compiled_for_a_gpu_that_is_not_installed():
     ],
 )
 def test_the_choice_of_each_gpu(call, chosen):
-    assert {capability: attention_kernel(call, "auto", capability).implementation for capability in chosen} == chosen
+    assert {capability: attention_for_call(call, "auto", capability).implementation for capability in chosen} == chosen
 
 
 def test_an_implementation_that_failed_its_check_is_replaced_by_the_next():
-    chosen = attention_kernel(CALL, "auto", 90, {"cudnn": "it is off by 3"})
+    chosen = attention_for_call(CALL, "auto", 90, {"cudnn": "it is off by 3"})
     assert (chosen.implementation, "it is off by 3" in chosen.why) == ("triton", True)
 
 

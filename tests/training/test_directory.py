@@ -55,7 +55,7 @@ def test_runs_that_share_only_their_checkpoints_are_not_together(tmp_path):
 def test_all_processes_wait_for_the_locks_of_process_0(tmp_path, monkeypatch):
     """On its host both settings may lead to one directory: a process with more locks would wait for another forever."""
     cfg = load_config({"name": "x", "output": str(tmp_path), "model": {"preset": "tiny"}, "train": {"steps": 1}})
-    monkeypatch.setattr("jaxmem.training.directory.gather", lambda mine: [{"output": "/there"}, mine])
+    monkeypatch.setattr("jaxmem.training.directory.gather_objects", lambda mine: [{"output": "/there"}, mine])
     assert locked_places(cfg.replace(checkpoint={"path": str(tmp_path / "other")})) == {"output": "/there"}
 
 
@@ -66,11 +66,11 @@ def test_programs_are_cached_where_all_hosts_see_them(tmp_path, monkeypatch, see
     module = "jaxmem.training.directory"
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(f"{module}.gather", lambda mine: [mine, mine if isinstance(mine, str) else sees])
+    monkeypatch.setattr(f"{module}.gather_objects", lambda mine: [mine, mine if isinstance(mine, str) else sees])
     monkeypatch.setattr(f"{module}.any_process", bool)
     monkeypatch.setattr(f"{module}.SHARED_SECONDS", 0)
     monkeypatch.setattr(time, "sleep", lambda _: None)
-    monkeypatch.setattr("jaxmem.training.run.gather", lambda mine: [mine, mine])
+    monkeypatch.setattr("jaxmem.training.run.gather_objects", lambda mine: [mine, mine])
     monkeypatch.setattr("jaxmem.training.run.cache_compiled_programs", cached.append)
     cfg = {"name": "x", "output": str(tmp_path / "runs"), "model": {"preset": "tiny"}, "train": {"steps": 1}}
     monkeypatch.setattr("jaxmem.training.run._preflight", lambda _: 1 / 0)

@@ -130,7 +130,7 @@ def test_every_host_has_the_reference(config, monkeypatch):
     computed = reference_logprobs(built, corpus, params, "data", None)
     np.testing.assert_array_equal(read(file_for(cfg.data)).values, computed.values)
     assert reference_logprobs(built, corpus, params, "data", None).values is not computed.values
-    monkeypatch.setattr(reference, "gather", lambda mine: [mine, False])  # another host has lost it
+    monkeypatch.setattr(reference, "gather_objects", lambda mine: [mine, False])  # another host has lost it
     with pytest.raises(UserError, match="is missing; it was computed from the weights before training"):
         reference_logprobs(built, corpus, params, "data", computed.weights)
 

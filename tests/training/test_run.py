@@ -373,7 +373,7 @@ def test_a_non_finite_loss_stops_the_run(config):
 def test_processes_with_another_config_are_refused(config, monkeypatch):
     """Paths may differ between hosts."""
     there = {"seed": 1, "output": "/scratch"}
-    monkeypatch.setattr("jaxmem.training.run.gather", lambda mine: [mine, {**mine, **there}])
+    monkeypatch.setattr("jaxmem.training.run.gather_objects", lambda mine: [mine, {**mine, **there}])
     with pytest.raises(
         UserError, match=r"^the config of process 1 differs from that of process 0: seed is 1, not 0; start all"
     ):
@@ -385,7 +385,7 @@ def test_processes_choose_by_the_least_memory_of_all(config, monkeypatch):
         raise UserError(f"{target.memory} bytes")
 
     monkeypatch.setattr("jaxmem.planning.budget.resolve_remat", refuse)
-    monkeypatch.setattr("jaxmem.training.run.gather", lambda mine: [mine, 7 if isinstance(mine, int) else mine])
+    monkeypatch.setattr("jaxmem.training.run.gather_objects", lambda mine: [mine, 7 if isinstance(mine, int) else mine])
     with pytest.raises(UserError, match=r"^7 bytes"):
         run(config())
 
