@@ -6,6 +6,35 @@
 
 Everything is imported when it is first used: `import jaxmem` takes milliseconds and does not start jax,
 so that a program can still choose its devices (`jaxmem.simulate(8)`). Without a GPU jax will use the CPU.
+
+The packages: each imports only from those above it (tests/test_house.py), and its `__init__` describes its modules.
+`*`: core, what a decoder with AdamW, FSDP and checkpoints needs.
+
+      machine      devices, the table of GPUs, files, the terminal
+    * config       what a run is; refuses what cannot be
+      kernels      fused operations on plain arrays
+    * quant        quantized arrays
+    * sharding     logical axes to mesh axes; stored weights, and their gathering for computation
+    * stack        applying layers: scan, recompute, updates during the backward pass
+      pipeline     pipeline stages
+    * models       networks, the vocabulary loss
+      adapters     LoRA and other parameters beside frozen weights
+    * optim        optimizers as optax transformations
+    * step         the compiled step: loss, gradients, update
+      distributed  several processes: joining, agreeing, watching
+    * data         batches, and the position to resume from
+      hf           weights of Hugging Face and llama.cpp
+    * checkpoint   saved and restored state
+      estimate     bytes and seconds by arithmetic
+      inference    generate, chat, evaluate, export
+      planning     bytes and seconds of the compiled step
+      report       a run as a page or a figure
+    * training     the loop, from a config to a trained model
+      search       configs that fit a target
+      cli          the command line
+
+The core uses few modules of the others; `training.run` chooses the recompute policy by `planning.budget.resolve_remat`,
+compiles the step by `planning.result.plan_program`, and creates the state by `inference.load.initial_state`.
 """
 
 import importlib

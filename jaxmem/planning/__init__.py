@@ -7,6 +7,8 @@ takes hardly more, since every device runs the same program.
 Where the bytes of a plan come from, in the order of the work:
 
     step/programs  the `Program` of a config, and its lowered step; its arguments are named `state.params[...]`, ...
+    kernels/scopes `purpose`: scopes for embedding, logits, attention, all_scores and update, in the names of
+                   operations; models, step, optim and kernels write them, origins, breakdown and history read them
     compile        compiles the step: XLA's scheduled module and its buffer assignment
     hlo            the module: instructions, their operands, order and names
     buffers        the buffer assignment: which value is where in memory, and when; the moment of the peak

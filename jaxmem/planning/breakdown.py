@@ -169,12 +169,18 @@ class Breakdown:
     def _category_and_kind(
         self, region: Region, maker: Instruction, shape: HloShape, origins: Origins
     ) -> tuple[str, str, bool]:
-        """The category, the kind, and whether it is known only by the shape.
+        """The category, the kind, and whether it is known only by the shape. The first test that holds decides:
 
-        Tests are in the order of their certainty, since each sees only what the tests before it left. First, from what
-        a value is computed: weights alone, optimizer state alone. Then the scope of the update, before gradients,
-        because its results are computed from them. Then the scopes of activations, before shapes, because logits may
-        have the shape of a gradient. Last, when a value exists: a saved activation has no other mark.
+        1. from weights alone: activations, a gathered or cast weight; a copy if it has the shape of a stored weight
+        2. from optimizer state alone, or only the other inputs (step): optimizer, working copies
+        3. purpose update: gradients, updates; before 4, because updates are computed from gradients
+        4. from a gradient, not in the forward pass: gradients
+        5. purpose logits or all_scores: activations; before 6, because logits may have the shape of a gradient
+        6. the shape of a gradient, from the batch, not in the forward pass, no purpose, not repeated: gradients
+        7. from optimizer state, in the update pass: gradients, updates; activations, saved for backward, if it is
+           computed from the batch too, and in memory before and after the backward pass begins
+        8. in the forward pass, and in memory after the backward pass begins: activations, saved for backward
+        9. all others: activations, of attention if that is the purpose
         """
         dims = sorted_dims(shape.dims)
         when = pass_of(maker.op_name)
@@ -188,10 +194,8 @@ class Breakdown:
         kind = "of one backward pass" if when == "backward" else UPDATES if origins & OPTIMIZER else "summed or scaled"
         if when != "forward" and origins & GRADIENT:
             return "gradients", kind, False
-        if purpose == "logits":
-            return "activations", LOGITS, False
-        if purpose == "all_scores":
-            return "activations", ALL_SCORES, False
+        if purpose in ("logits", "all_scores"):
+            return "activations", LOGITS if purpose == "logits" else ALL_SCORES, False
         has_shape = dims and (dims in self.known.gradients or shape.elements in self.known.stacked_sizes)
         may_be_gradient = purpose is None and when != "forward" and origins & BATCH
         if has_shape and may_be_gradient and not is_repeated(maker.op_name):

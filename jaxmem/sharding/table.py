@@ -97,29 +97,41 @@ class ShardingTables:
 
 
 def make_tables(zero: int, indivisible: Collection[str] = (), section: Rules = DEFAULT) -> ShardingTables:
-    """The tables of a ZeRO stage: 1 shards the optimizer state over `fsdp`, 2 also gradients, 3 also weights. `section`
-    says which dimension `fsdp` shards: by default `embed`, so weights without it (norms, biases) are replicated.
+    """The tables of a ZeRO stage, and of the section `rules` of the config.
 
-    Devices along `context` and `expert` compute with the same weights as those along `fsdp`, except for experts, so
-    arrays are sharded over all of them.
+        zero         0         1         2         3
+        optimizer    gathered  sharded   sharded   sharded
+        gradients    gathered  gathered  sharded   sharded
+        weights      gathered  gathered  gathered  sharded
+        compute      gathered  gathered  gathered  gathered
+
+    sharded: over the mesh axes of `section`, by default `embed` over `fsdp`, `expert` and `context`, so weights without
+    it (norms, biases) are replicated. gathered: not over these STORAGE_AXES, except for experts. Devices along them
+    compute with the same weights, except for experts.
+
+    No other code of the step reads the stage. Two functions compare tables: `optim.in_place.gather_in_place` gathers
+    updated weights (optimizer, weights), and `Layout.local_gradient_axes` are those over which each device accumulates
+    gradients of its own rows (activations, gradients and compute).
+
     `indivisible` names logical axes that are not divisible by `tensor`: key and value heads are then replicated, and a
-    vocabulary is stored replicated and padded in the computation. `section` is the section `rules` of the config.
-    Layers that `tensor` does not shard use replicated weights, and each device processes its part of the sequence.
+    vocabulary is stored replicated and padded in the computation. Layers that `tensor` does not shard use replicated
+    weights, and each device processes its part of the sequence.
     """
     weight_dims = {dim: _with_expert(over) for dim, over in section.table.items()}
-    padded: Table = {**dict.fromkeys(REPLICATED, ()), "layer": ("stage",), "expert": ("expert",), **weight_dims}
+    padded_sharded: Table = {**dict.fromkeys(REPLICATED, ()), "layer": ("stage",), "expert": ("expert",), **weight_dims}
     if "kv_heads" in indivisible:
-        padded = {**padded, "kv_heads": _without(padded["kv_heads"], "tensor")}
-    # Only the computation pads a vocabulary.
-    sharded = {**padded, "vocab": _without(padded["vocab"], "tensor")} if "vocab" in indivisible else padded
+        padded_sharded = {**padded_sharded, "kv_heads": _without(padded_sharded["kv_heads"], "tensor")}
+    sharded = padded_sharded
+    if "vocab" in indivisible:  # only the computation pads a vocabulary
+        sharded = {**padded_sharded, "vocab": _without(padded_sharded["vocab"], "tensor")}
     gathered = _gathered(sharded)
-    logits = _with_expert(section.logits)
-    compute = _gathered(padded)
-    compute = {**compute, "vocab": (*compute["vocab"], *logits)}
-    of_replicated_kinds = {f"{kind}.{dim}": gathered[dim] for kind in section.replicated for dim in weight_dims}
     # The projected dimension inherits the sharding of the dimension that it replaces.
     state_embed = (*sharded["embed"], *section.optimizer)
-    state = {**sharded, "embed": state_embed, "projected": state_embed}
+    sharded_state = {**sharded, "embed": state_embed, "projected": state_embed}
+    replicated_kinds = {f"{kind}.{dim}": gathered[dim] for kind in section.replicated for dim in weight_dims}
+    padded_gathered = _gathered(padded_sharded)
+    logits = _with_expert(section.logits)
+    compute = {**padded_gathered, "vocab": (*padded_gathered["vocab"], *logits)}
     activations: Table = {
         **compute,
         "layer": (),
@@ -132,10 +144,10 @@ def make_tables(zero: int, indivisible: Collection[str] = (), section: Rules = D
         "vocab_time": ("context", *_without(("tensor",), *compute["vocab"])),
     }
     return ShardingTables(
-        weights={**sharded, **of_replicated_kinds} if zero >= 3 else gathered,
+        weights={**sharded, **replicated_kinds} if zero >= 3 else gathered,
         compute=compute,
         gradients=sharded if zero >= 2 else gathered,
-        optimizer=state if zero >= 1 else gathered,
+        optimizer=sharded_state if zero >= 1 else gathered,
         activations=activations,
     )
 

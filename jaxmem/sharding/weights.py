@@ -170,7 +170,8 @@ def with_proxy(weight: Weight, proxy: Tree) -> Weight:
 
 
 def frozen_of(weight: Weight) -> jax.Array | QTensor | None:
-    """The stored array of a weight that a step does not train; None for all others."""
+    """The stored array of a StoredWeight without a proxy, which a step does not train. None for all others, also for a
+    bare array or QTensor: `proxy_of` returns these themselves."""
     return weight.stored if isinstance(weight, StoredWeight) and weight.proxy is None else None
 
 

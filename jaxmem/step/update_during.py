@@ -6,13 +6,28 @@ N layers, gradients take P / N values instead of P, for any optimizer; the resul
 backward pass (Lv et al., arXiv:2306.09782). With micro-batches, a layer is backpropagated through all of them before
 it is updated.
 
+The parts of a decoder (`Decoder.parts`, then `Objective.loss_parts`), what `_run_parts` makes of them in the forward
+pass, and what updates their parameters:
+
+    part                       becomes           updated by
+    lookup                     PassedMatrix      `_Updates.matrix`, slice by slice
+    begin                      PassedFunctions   `_Updates.unstacked` (a soft prompt), after the backward pass
+    layers, a part per stack   PassedStack       `_Updates.stack`, layer by layer
+    finish (final norm)        PassedFunctions   `_Updates.unstacked`
+    projection and its loss    PassedMatrix      `_Updates.matrix`, slice by slice
+    sums                       PassedFunctions   nothing: it has no parameters
+
+The projection is a matrix if its logits are computed in slices (`memory.loss_chunk`); otherwise finish, projection and
+sums are the functions after the last stack, and their parameters are updated before the layers (`last_parameters`).
+An embedding matrix that functions use too (tied, without slices; with an adapter) is updated with the others, because
+its gradient is complete only at the end.
+
 An update (`update_during_backward`), in the order in which it is computed:
 
-1. `_forward`: the forward pass, part by part (`parts.parts_of`): functions, stacks of layers, and operations with an
-   embedding or output matrix.
-2. `_gradient_norm`, only for an optimizer that needs the norm of all gradients before the first update (clipping by the
-   global norm): a backward pass that discards the gradients.
-3. `ForwardByParts.loss_gradients`, and the update of the parameters after the layers: the final norm.
+1. `_forward`: the forward pass, part by part (`parts.parts_of`).
+2. `_Updates.gradient_norm`, only for an optimizer that needs the norm of all gradients before the first update
+   (clipping by the global norm): a backward pass that discards the gradients.
+3. `ForwardByParts.loss_gradients`, and the update of `last_parameters`.
 4. `ForwardByParts.backward`: back through the parts. `stack.reverse.ForwardPass.backward` loops over the layers of a
    stack from the last one: it computes the gradient of a layer and passes it to `LayerUpdate.update_layer`.
 5. Other parameters outside of layers, then embedding and output matrices, slice by slice (`VocabUpdate`): the gradient
@@ -23,7 +38,7 @@ Frozen parameters have no gradient, but gradients are propagated through them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -67,25 +82,47 @@ def update_during_backward(
         New parameters, new optimizer state, the sums of the objective, and the squared norms of the gradients in the
         order of `StepSpec.gradient_names`.
     """
-    opt_state = state.opt_state
     network = _forward(spec, state.params, batch, keys)
-    # The groups of each stack, one per weight.
     groups = {stack.path: [spec.group(w) for w in single_weights(stack.trainable)] for stack in network.stacks}
+    update = _Updates(spec, state, write, groups)
+    if spec.cfg.needs_global_norm_first:
+        update = replace(update, norm=update.gradient_norm(network))
 
-    def vocab_update(path: Path) -> VocabUpdate:
-        weight = select(state.params, nest(path, 0))
-        group = spec.group(weight)
-        chunk = spec.cfg.memory.loss_chunk
-        entries = None if chunk == "auto" else chunk
-        return VocabUpdate(group, weight, group.state(opt_state), spec.gradient_dtype, entries)
+    grads, g = network.loss_gradients()
+    last = update.unstacked(select(grads, network.last_parameters))
+    _, g = jax.lax.optimization_barrier((last.weights, g))
+    gradients = network.backward(grads, g, update.stack)
+    others = update.unstacked(without(gradients.of_others, flatten_dict(network.last_parameters)))
+    matrices = [update.matrix(path, gradient) for path, gradient in gradients.of_matrices.items()]
+    updated = [last, *gradients.of_stacks, others, *matrices]
 
-    norm = _gradient_norm(network, groups, vocab_update) if spec.cfg.needs_global_norm_first else None
+    axes = spec.model.select(spec.model.axes)
+    zeros = jax.tree.map(lambda _: 0, axes, is_leaf=is_axes)
+    squares = spec.backward_order.sort(merge(zeros, *(part.squares for part in updated)))
+    new_states = merge(state.opt_state, *(group_state for part in updated for group_state in part.states))
+    new_params = merge(state.params, *(part.weights for part in updated))
+    return new_params, optim.record_norm(new_states, jnp.sqrt(jnp.sum(squares))), network.sums, squares
 
-    def update_stack(stack: PassedStack, g: Tree) -> tuple[Updated, Tree]:
+
+@dataclass(frozen=True)
+class _Updates:
+    """Updates of the parts of a network, from their gradients and the state before the step."""
+
+    spec: StepSpec
+    before: TrainState
+    write: Writer
+    groups: Mapping[Path, Sequence[ParameterGroup]]  # of each stack, one per weight
+    norm: jax.Array | None = None  # of all gradients, if the optimizer needs it
+
+    def stack(self, stack: PassedStack, g: Tree) -> tuple[Updated, Tree]:
         """Backward through a stack, updating its layers. Maps the output gradient to the input gradient."""
         layers = stack.result.call.layers
+        opt_state = self.before.opt_state
         update = LayerUpdate(
-            [StackUpdate(group, group.state(opt_state), write, norm, layers) for group in groups[stack.path]]
+            [
+                StackUpdate(group, group.state(opt_state), self.write, self.norm, layers)
+                for group in self.groups[stack.path]
+            ]
         )
 
         def weights(carry: Updated) -> Tree:
@@ -95,55 +132,46 @@ def update_during_backward(
             return update.update_layer(carry, layer, nest(stack.path, dw), fetched_states)
 
         visitor = Visitor(update.initial_carry(stack.trainable, layers), weights, visit)
-        if spec.offloads("optimizer"):  # the state of a layer is copied while its gradient is computed
+        if self.spec.offloads("optimizer"):  # the state of a layer is copied while its gradient is computed
             visitor = replace(visitor, fetch=update.fetch)
         return stack.result.backward(g, visitor)
 
-    def update_unstacked(grads: Tree) -> Updated:
+    def unstacked(self, grads: Tree) -> Updated:
         """Updates parameters outside of stacks together."""
         if not jax.tree.leaves(grads):
             return Updated({}, [], {})
-        weights = select(state.params, grads)
-        group = spec.group(weights)
+        weights = select(self.before.params, grads)
+        group = self.spec.group(weights)
         grads = constrain_tree(grads, group.axes, "gradients")
-        new, new_state = group.update_weights(grads, group.state(opt_state), weights, write, norm=norm)
+        group_state = group.state(self.before.opt_state)
+        new, new_state = group.update_weights(grads, group_state, weights, self.write, norm=self.norm)
         return Updated(new, [new_state], jax.tree.map(sum_of_squares, grads))
 
-    def update_matrix(path: Path, gradient: MatrixGradient) -> Updated:
-        new, new_state, square = vocab_update(path).update(gradient, write, norm)
+    def matrix(self, path: Path, gradient: MatrixGradient) -> Updated:
+        """Updates an embedding or output matrix, slice by slice."""
+        new, new_state, square = self._vocab_update(path).update(gradient, self.write, self.norm)
         return Updated(new, [new_state], nest(path, square))
 
-    grads, g = network.loss_gradients()
-    last = update_unstacked(select(grads, network.last_parameters))
-    _, g = jax.lax.optimization_barrier((last.weights, g))
-    gradients = network.backward(grads, g, update_stack)
-    others = update_unstacked(without(gradients.of_others, flatten_dict(network.last_parameters)))
-    matrices = [update_matrix(path, gradient) for path, gradient in gradients.of_matrices.items()]
-    updates = [last, *gradients.of_stacks, others, *matrices]
+    def gradient_norm(self, network: ForwardByParts) -> jax.Array:
+        """The norm of all gradients, computed in a backward pass that discards them."""
 
-    axes = spec.model.select(spec.model.axes)
-    zeros = jax.tree.map(lambda _: 0, axes, is_leaf=is_axes)
-    squares = spec.backward_order.sort(merge(zeros, *(update.squares for update in updates)))
-    new_states = merge(opt_state, *(group_state for update in updates for group_state in update.states))
-    new_params = merge(state.params, *(update.weights for update in updates))
-    return new_params, optim.record_norm(new_states, jnp.sqrt(jnp.sum(squares))), network.sums, squares
+        def stack_backward(stack: PassedStack, g: Tree) -> tuple[jax.Array, Tree]:
+            def visit(squares: jax.Array, _: jax.Array, dw: Tree, __: None) -> jax.Array:
+                return add_squares(squares, self.groups[stack.path], nest(stack.path, dw))
 
+            zero = jnp.zeros((), jnp.float32)
+            return stack.result.backward(g, Visitor(zero, lambda _: stack.result.call.weights, visit))
 
-def _gradient_norm(
-    network: ForwardByParts, groups: dict[Path, list[ParameterGroup]], vocab_update: Callable[[Path], VocabUpdate]
-) -> jax.Array:
-    """The norm of all gradients, computed in a backward pass that discards them."""
+        gradients = network.backward(*network.loss_gradients(), stack_backward)
+        of_matrices = [self._vocab_update(path).squares(gradient) for path, gradient in gradients.of_matrices.items()]
+        return jnp.sqrt(sum_of_squares(gradients.of_others) + sum(gradients.of_stacks) + sum(of_matrices))
 
-    def stack_backward(stack: PassedStack, g: Tree) -> tuple[jax.Array, Tree]:
-        def visit(squares: jax.Array, _: jax.Array, dw: Tree, __: None) -> jax.Array:
-            return add_squares(squares, groups[stack.path], nest(stack.path, dw))
-
-        zero = jnp.zeros((), jnp.float32)
-        return stack.result.backward(g, Visitor(zero, lambda _: stack.result.call.weights, visit))
-
-    gradients = network.backward(*network.loss_gradients(), stack_backward)
-    of_matrices = [vocab_update(path).squares(gradient) for path, gradient in gradients.of_matrices.items()]
-    return jnp.sqrt(sum_of_squares(gradients.of_others) + sum(gradients.of_stacks) + sum(of_matrices))
+    def _vocab_update(self, path: Path) -> VocabUpdate:
+        weight = select(self.before.params, nest(path, 0))
+        group = self.spec.group(weight)
+        chunk = self.spec.cfg.memory.loss_chunk
+        entries = None if chunk == "auto" else chunk
+        return VocabUpdate(group, weight, group.state(self.before.opt_state), self.spec.gradient_dtype, entries)
 
 
 @dataclass(frozen=True)
@@ -223,7 +251,9 @@ class ForwardByParts:
     outside: Outside  # `proxies` has None for the matrices in `sliced`
     sliced: Collection[Path]  # the matrices whose gradients are computed in slices
     frozen: Collection[Path]
-    last_parameters: Params  # those that only functions after the last stack or matrix use: usually the final norm
+    # Those that only functions after the last stack or matrix use: of a decoder the final norm and an untied output
+    # matrix, or none if the logits are computed in slices.
+    last_parameters: Params
     loss_derivative: Callable[[jax.Array], tuple[Params, Flow]]  # of the functions after the last stack or matrix
     sums: Sums
 

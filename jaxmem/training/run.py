@@ -1,5 +1,14 @@
 """A complete training run, from a config to a trained model; read it from top to bottom.
 
+From the next batch to its metrics (`_gradients`, `_metrics`, `_update` are in step/step.py):
+
+    `_Loop.run`           takes the next batch of the `Loader`, which `Program.place` copies to the devices
+    `plan.executable`     `planning.result.plan_program` compiled it from `Program.lower_step`, that is `step.make_step`
+    `_gradients`          differentiates the loss: `Objective`, sums over the batch
+    `_metrics`            these sums as means, the norm of the gradient, the learning rate
+    `_update`             new weights and optimizer state; with `memory.update: during` see `_update_during`
+    `Telemetry.update`    keeps the metrics until the next step has started; then `Progress` and `Trackers`
+
 The run is compiled before anything is allocated: a config that cannot be read or compiled leaves no files. A run writes
 `output/name/`: config.yaml, plan.json, memory.json, metrics.jsonl, checkpoints/. All processes run this function in
 lockstep: each reads its own rows and writes its own shards; process 0 writes and prints everything else. Modules that

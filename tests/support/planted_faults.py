@@ -88,8 +88,8 @@ FAULTS = {
     "axes": Fault(
         "two mesh axes are exchanged in a rule: the optimizer state is sharded as for a lower ZeRO stage",
         "jaxmem/sharding/table.py",
-        "optimizer=state if zero >= 1 else gathered",
-        "optimizer=gathered if zero >= 1 else state",
+        "optimizer=sharded_state if zero >= 1 else gathered",
+        "optimizer=gathered if zero >= 1 else sharded_state",
         "tests/step/test_layouts.py",
     ),
     "zero-2": Fault(
