@@ -7,7 +7,7 @@
 Everything is imported when it is first used: `import jaxmem` takes milliseconds and does not start jax,
 so that a program can still choose its devices (`jaxmem.simulate(8)`). Without a GPU jax will use the CPU.
 
-The packages: each imports only from those above it (tests/test_house.py), and its `__init__` describes its modules.
+The packages: each imports only from those above it (tests/test_house.py), and its `__init__` describes it.
 `*`: core, what a decoder with AdamW, FSDP and checkpoints needs.
 
       machine      devices, the table of GPUs, files, the terminal

@@ -3,11 +3,11 @@
 q = quantize(weight, "nf4", axis=-2, double_quant=True)     # 4.13 bits per value
 q.nbytes, q.shape, q.dequantize(jnp.bfloat16)
 
-Where a QTensor is dequantized:
+The main places where a QTensor is dequantized:
 
     user                      function                                  when
     frozen weight             models.linear.dequantizing_matmul         in the forward and again in the backward pass
-    trained weight            sharding.gathering.gather_with_input      once its codes are gathered
+    trained weight            sharding.gathering.gather_with_input      after the all-gather (FP8: `gather_encoded`)
     embedding                 models.embedding.take_rows                only the rows that are looked up
     output matrix, in slices  models.cross_entropy.SlicedLoss.fetch     one slice at a time
     frozen experts            models.mixture._linear                    one expert at a time
@@ -19,8 +19,8 @@ Where a QTensor is dequantized:
     saved activations         stack.remat.decode                        in the backward pass
 
 A frozen QTensor has no gradient. A trained one is paired with zeros that receive its gradient
-(`sharding.weights.StoredWeight`); `gather_with_input` returns this gradient, and `optim.apply_updates` adds the update
-and quantizes the result.
+(`sharding.weights.StoredWeight`); the backward pass of `gather_with_input` returns this gradient, and
+`optim.apply_updates` adds the update and quantizes the result.
 """
 
 from jaxmem.kernels.codes import dynamic_code
