@@ -138,10 +138,10 @@ def fit(
         if result.best and write:
             result.write(write)
     show(result.as_json() if as_json else result.table())
-    if result.best_candidate and write:
+    if result.best and write:
         compared = result.best if isinstance(result, comparison.Comparison) else None
         of_method = f", method {compared.name}" if compared else ""
-        say(f"wrote {write}{of_method}; next: {_train_command(write, result.best_candidate.cfg)}", file=sys.stderr)
+        say(f"wrote {write}{of_method}; next: {_train_command(write, result.best.cfg)}", file=sys.stderr)
     raise typer.Exit(0 if result.best else 3)
 
 

@@ -96,7 +96,9 @@ class UserLoader(AbstractContextManager["UserLoader"]):
         batch = {"mask": np.ones((count, len(self._rows)), np.float32), **batch}
         if batch.keys() != self._spec.keys():
             names, expected = (", ".join(sorted(given.keys() - {"mask"})) for given in (batch, self._spec))
-            raise self._error(f"it has the arrays {names}; expected {expected}")
+            raise UserError(
+                f"{self._batches.argument}: batch {self._count} has the arrays {names}; expected {expected}"
+            )
         if self._cfg.reads_text:
             self._check_text(batch)
         elif self._cfg.objective.name == "classify":

@@ -73,9 +73,8 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     categories, offloaded = step.state_bytes()
     kinds = step.activations()
     activations = sum(kinds.values())
-    categories |= {
-        "gradients": step.gradients(activations), "activations": activations, "batch": step.batch_bytes()
-    }  # fmt: skip
+    gradients = step.gradients(activations)
+    categories |= {"gradients": gradients, "activations": activations, "batch": step.batch_bytes()}
     seconds = None
     if gpu:
         # Quantized weights are dequantized after the all-gather; others are cast before it.

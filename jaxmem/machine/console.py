@@ -28,6 +28,8 @@ class Printed:
 
     def table(self) -> Any:
         """What rich prints: the result itself if it has `__rich_console__`, or other text or a table."""
+        if not hasattr(self, "__rich_console__"):  # rich would print its `str`, which prints the table
+            raise NotImplementedError
         return self
 
     def __str__(self) -> str:

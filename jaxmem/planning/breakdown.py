@@ -9,14 +9,14 @@ bytes outside of all buffers (gaps between buffers, tables of pointers) are `oth
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import jax
 
 from jaxmem.kernels.scopes import purpose_of
-from jaxmem.planning.buffers import Allocation, Lifetimes, Region, Temporaries
+from jaxmem.planning.buffers import Allocation, Buffer, Lifetimes, Region, Temporaries
 from jaxmem.planning.hlo import HloShape, Instruction, Module, dot_flops
 from jaxmem.planning.origins import (
     BATCH,
@@ -110,12 +110,15 @@ class Breakdown:
 
     @cached_property
     def temporaries(self) -> Temporaries:
-        """The temporaries in device memory, which XLA packs into one allocation."""
-        on_device = (
-            allocation for allocation in self.allocations if allocation.kind == "temporary" and not allocation.on_host
-        )
-        nothing = Allocation("temporary", 0, None, False, ())
-        return Temporaries(next(on_device, nothing), self.lifetimes)
+        """The temporaries in device memory. XLA packs those of one memory color into one allocation; here the
+        allocations follow one another."""
+        size = 0
+        buffers: list[Buffer] = []
+        for allocation in self.allocations:
+            if allocation.kind == "temporary" and not allocation.on_host:
+                buffers += [replace(buffer, offset=size + buffer.offset) for buffer in allocation.buffers]
+                size += allocation.size
+        return Temporaries(Allocation("temporary", size, None, False, tuple(buffers)), self.lifetimes)
 
     def permanent(self, *, on_host: bool = False) -> Iterator[NamedBuffer]:
         """Arguments, results and captured arrays, which are in memory during the entire step."""

@@ -1,9 +1,9 @@
 """The buffers that are alive in a compiled program's memory at each moment, and at its peak.
 
-XLA packs all temporaries of a program into one allocation. The buffer assignment states each buffer's offset; its
-lifetime follows from the schedule. Lifetimes are computed as in XLA: instructions are numbered in the order in which
-they run, a loop's body before the loop; a buffer is alive from where it is computed to its last use under any of its
-aliases. At the peak each byte of the allocation belongs to one buffer, or to a gap, which is the cost of packing.
+XLA packs all temporaries of one memory color into one allocation. The buffer assignment states each buffer's offset;
+its lifetime follows from the schedule. Lifetimes are computed as in XLA: instructions are numbered in the order in
+which they run, a loop's body before the loop; a buffer is alive from where it is computed to its last use under any of
+its aliases. At the peak each byte of the allocation belongs to one buffer, or to a gap, which is the cost of packing.
 """
 
 from collections import Counter, defaultdict

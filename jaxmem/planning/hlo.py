@@ -255,12 +255,25 @@ def total_flops(module: Module) -> int:
 
 def flops_of(instructions: Iterable[Instruction], module: Module) -> int:
     """FLOPs of these matrix multiplications in one run of the module."""
-    return round(sum(dot_flops(matmul) * module.executions[matmul.computation] for matmul in instructions))
+    return round(sum(dot_flops(part) * module.executions[part.computation] for part in instructions))
+
+
+def rematerialized(module: Module) -> list[Instruction]:
+    """The instructions that XLA recomputes or moves by itself to stay within memory, which it names `NAME.remat`."""
+    return [instruction for instruction in module.walk() if ".remat" in instruction.name]
 
 
 def recomputed(module: Module) -> list[Instruction]:
-    """The instructions with which XLA recomputes values by itself, which it names `NAME.remat`."""
-    return [instruction for instruction in module.walk() if ".remat" in instruction.name]
+    """The instructions that XLA computes again by itself: `NAME.remat` if `NAME` or another copy of it is in the module
+    too. If `NAME.remat` is the only one, `NAME` was moved, which costs nothing."""
+    computed = set[str]()
+    repeated = []
+    for instruction in module.walk():
+        original = instruction.name.partition(".remat")[0]
+        if original in computed:
+            repeated.append(instruction)
+        computed.add(original)
+    return repeated
 
 
 def read_module(serialized: bytes) -> Module:

@@ -49,9 +49,7 @@ def is_recomputed(op_name: str) -> bool:
 
 
 def trace_origins(module: Module, of_input: Callable[[Instruction], Origins]) -> dict[Instruction, Result]:
-    """The origins of the result of every instruction, propagated through every operation, in loops until they do not
-    change: a cast, gathered or dequantized weight is computed from weights alone, whichever operations XLA inserted, a
-    gradient from weights and batch. `of_input` returns the origin of an argument of the program."""
+    """The origins of the result of every instruction. `of_input` returns the origin of an argument of the program."""
     origins: dict[Instruction, Result] = {}
     inputs = [instruction for instruction in module.entry.instructions if instruction.opcode == "parameter"]
     inputs.sort(key=lambda instruction: instruction.number)

@@ -1,7 +1,6 @@
 """Tables for a terminal: a plan, the list of targets, the named values of a layer."""
 
 from collections.abc import Iterator
-from typing import Self
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -36,9 +35,6 @@ def target_table() -> Group:
 
 class PlanTable(Group, Printed):
     """The table of a plan and the lines below it, which `print` shows too."""
-
-    def table(self) -> Self:
-        return self
 
 
 def plan_table(plan: Plan) -> PlanTable:

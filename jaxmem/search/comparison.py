@@ -90,6 +90,11 @@ class MethodResult:
         advice = f"; {len(compiled)} configs were compiled; jaxmem fit --method {name} compiles more" if may_fit else ""
         return cls(name, shown, reason=trials.shortage(shown) + advice)
 
+    @property
+    def cfg(self) -> Config:
+        assert self.candidate
+        return self.candidate.cfg
+
     def __str__(self) -> str:
         """One line with bytes and seconds, or with the reason why it has no result.
 
@@ -122,10 +127,6 @@ class Comparison(SearchResult):
     @property
     def best(self) -> MethodResult | None:
         return next(iter(self.fitting), None)
-
-    @property
-    def best_candidate(self) -> Candidate | None:
-        return self.best.candidate if self.best else None
 
     def __repr__(self) -> str:
         fitting = ", ".join(result.name for result in self.fitting) or "no methods"
@@ -242,7 +243,7 @@ def compare(
     """
     start = time.perf_counter()
     outcomes: list[MethodSearch | MethodResult] = []
-    for name in methods or METHODS:
+    for name in dict.fromkeys(methods or METHODS):  # each once
         try:
             cfg = config(method=name)
             if cfg == current:

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from jaxmem.config import Config, save_settings
 from jaxmem.errors import UserError
@@ -87,19 +88,24 @@ def _ratio(candidate: Candidate, ratios: Mapping[Candidate, float]) -> float:
     return statistics.geometric_mean(similar) if similar else 1.0
 
 
+class HasConfig(Protocol):
+    @property
+    def cfg(self) -> Config: ...
+
+
 class SearchResult(Printed):
     """What a search has found."""
 
     @property
-    def best_candidate(self) -> Candidate | None:
-        """The candidate that `write` writes; None if nothing fits."""
+    def best(self) -> HasConfig | None:
+        """The result whose config `write` writes; None if nothing fits."""
         raise NotImplementedError
 
     def write(self, path: str | Path) -> None:
         """Writes the best config as a file for `train`."""
-        if self.best_candidate is None:
+        if self.best is None:
             raise UserError(f"cannot write {path}: no config fits")
-        save_settings(self.best_candidate.cfg, path)
+        save_settings(self.best.cfg, path)
 
 
 def target_json(target: Target, limit: int) -> JsonDict:

@@ -66,10 +66,8 @@ class Fit(SearchResult):
         return self.trials.front()
 
     @property
-    def best_candidate(self) -> Candidate | None:
+    def best(self) -> Candidate | None:
         return self.front[0] if self.front else None
-
-    best = best_candidate
 
     @cached_property
     def slow_settings(self) -> list[PlanWarning]:

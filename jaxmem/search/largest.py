@@ -41,6 +41,10 @@ class Point:
     candidate: Candidate
     fits: bool
 
+    @property
+    def cfg(self) -> Config:
+        return self.candidate.cfg
+
 
 @dataclass(frozen=True)
 class Largest(SearchResult):
@@ -58,10 +62,6 @@ class Largest(SearchResult):
     @property
     def best(self) -> Point | None:
         return next((point for point in reversed(self.points) if point.fits), None)
-
-    @property
-    def best_candidate(self) -> Candidate | None:
-        return self.best.candidate if self.best else None
 
     @property
     def beyond(self) -> Point | None:

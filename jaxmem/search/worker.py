@@ -26,12 +26,12 @@ from jaxmem.machine import devices
 from jaxmem.machine.files import write_file
 from jaxmem.machine.gpus import CPU
 from jaxmem.planning.compile import compile_program, replicated_arrays
-from jaxmem.planning.hlo import recomputed
+from jaxmem.planning.hlo import rematerialized
 from jaxmem.planning.result import Plan, evaluate_bytes
 from jaxmem.planning.targets import Target, parse_target, target_devices, usable_memory
 from jaxmem.planning.timeline import timeline
 from jaxmem.step.programs import program
-from jaxmem.typing import JsonDict
+from jaxmem.typing import JsonDict, JsonView
 
 # Packages and variables of the environment that change programs.
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "jax-triton", "triton")
@@ -46,16 +46,14 @@ def cache_directory() -> Path:
 
 def config_key(question: str, cfg: Config, target: Target, reserve_gib: float | None) -> str:
     """The key of a question about a config; configs with the same answer have the same key."""
-    gpu = target.gpu  # programs for CPUs do not depend on the memory
-    content = {
-        "question": question,
-        "config": cfg.model_dump(mode="json", exclude=_IRRELEVANT),
-        "target": [repr(gpu), target.count, target.per_host, target.memory if gpu else 0, reserve_gib],
-        "sources": _sources(),
-        "versions": devices.package_versions(_PACKAGES),
-        "flags": {name: os.environ.get(name, "") for name in _FLAGS},
-    }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    config = cfg.model_dump(mode="json", exclude=_IRRELEVANT)
+    return _key({"question": question, "config": config, "sources": _sources(), "reserve": reserve_gib}, target)
+
+
+def program_key(text: str, target: Target, limit: int) -> str:
+    """The key of a lowered program. `limit`: bytes of a device, to which XLA reduces the memory of a program for
+    GPUs."""
+    return _key({"program": text, "limit": limit if target.gpu else 0}, target)
 
 
 def read_answer(key: str) -> JsonDict | None:
@@ -68,6 +66,16 @@ def read_answer(key: str) -> JsonDict | None:
 def write_answer(key: str, answer: JsonDict) -> None:
     with contextlib.suppress(OSError):  # the disk is full or read-only: the next search compiles again
         write_file(cache_directory() / f"{key}.json", json.dumps(answer))
+
+
+def _key(content: JsonView, target: Target) -> str:
+    gpu = target.gpu  # programs for CPUs do not depend on the memory
+    machine = {
+        "target": [repr(gpu), target.count, target.per_host, target.memory if gpu else 0],
+        "versions": devices.package_versions(_PACKAGES),
+        "flags": {name: os.environ.get(name, "") for name in _FLAGS},
+    }
+    return hashlib.sha256(json.dumps({**content, **machine}, sort_keys=True).encode()).hexdigest()
 
 
 @functools.cache
@@ -87,7 +95,7 @@ class StepCost:
     host: int  # bytes of host memory
     seconds: float  # estimated from the compiled program; seconds for CPUs are only comparable with each other
     kinds: Mapping[str, int]  # bytes by category, and of activations by kind
-    recomputed: int  # number of values that XLA recomputes by itself to stay within memory
+    recomputed: int  # number of values that XLA recomputes or moves by itself to stay within memory
 
 
 def step_cost(cfg: Config, target: Target, reserve_gib: float | None) -> JsonDict:
@@ -102,7 +110,7 @@ def step_cost(cfg: Config, target: Target, reserve_gib: float | None) -> JsonDic
         host=plan.host_bytes,
         seconds=timed.seconds,
         kinds=categories | plan.breakdown.kinds.get("activations", {}),
-        recomputed=len(recomputed(step.module)),
+        recomputed=len(rematerialized(step.module)),
     )
     return vars(cost)
 
@@ -117,12 +125,18 @@ def step_plan(cfg: Config, target: Target, _: float | None) -> JsonDict:
 
 
 def other_phases(cfg: Config, target: Target, reserve_gib: float | None) -> JsonDict:
-    """Bytes per device of the phases other than the step."""
-    built = program(cfg, target_devices(target, usable_memory(target, cfg.memory, reserve_gib)))
-    sizes = {
-        phase: compile_program(lower(), here=target.is_here, runs=False).total
-        for phase, lower in built.lower_others().items()
-    }
+    """Bytes per device of the phases other than the step. Many configs share these programs, so each program is cached
+    by its text."""
+    limit = usable_memory(target, cfg.memory, reserve_gib)
+    built = program(cfg, target_devices(target, limit))
+    sizes = {}
+    for phase, lower in built.lower_others().items():
+        lowered = lower()
+        key = program_key(lowered.as_text(), target, limit)
+        if (cached := read_answer(key)) is None:
+            cached = {"total": compile_program(lowered, here=target.is_here, runs=False).total}
+            write_answer(key, cached)
+        sizes[phase] = cached["total"]
     if "evaluate" in sizes:
         sizes["evaluate"] = evaluate_bytes(built, sizes["evaluate"])
     return sizes
@@ -148,8 +162,12 @@ def _is_temporary(error: BaseException | None) -> bool:
 def serve(questions: Iterable[str], answers: TextIO, target: Target, reserve_gib: float | None = None) -> None:
     for line in questions:
         asked = json.loads(line)
-        cfg = Config.model_validate_json(json.dumps(asked["config"]))
-        answers.write(json.dumps(answer(asked["question"], cfg, target, reserve_gib)) + "\n")
+        try:
+            cfg = Config.model_validate_json(json.dumps(asked["config"]))
+            reply = answer(asked["question"], cfg, target, reserve_gib)
+        except ValueError as error:  # of pydantic, in several lines
+            reply = {"refused": f"invalid in a compiler process: {' '.join(str(error).split())}", "is_temporary": True}
+        answers.write(json.dumps(reply) + "\n")
 
 
 if __name__ == "__main__":

@@ -80,12 +80,13 @@ def explained_out_of_memory(plan: Plan) -> Iterator[None]:
         in_use = device_memory().get("bytes_in_use")
         requested = _requested(message)
         budget = 0.995 * _available(plan, in_use, requested) / GIB  # rounded to three digits it is not too large
+        search = f" `jaxmem fit CONFIG memory.budget={budget:.3g}` searches for settings that fit" if budget > 0 else ""
         observed = f"; {format_bytes(in_use)} were in use" if in_use else ""
         observed += f"; {format_bytes(requested)} more were requested" if requested else ""
         raise OutOfMemoryError(
             f"{plan.program.cfg.name}: out of memory although the plan fits: planned {format_bytes(plan.peak)} of"
             f" {format_bytes(plan.limit)} per device{observed}. Another process may use the device: see `jaxmem"
-            f" doctor`. `jaxmem fit CONFIG memory.budget={budget:.3g}` searches for settings that fit"
+            f" doctor`.{search}"
         ) from error
 
 

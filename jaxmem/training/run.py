@@ -260,8 +260,8 @@ def _train(job: _Job, loader: Loader) -> Result:
             progress.say(line)
         best = checkpoints.best() if cfg.checkpoint.keep_best else None
         progress.say(lines.last_line(cfg, loop.step, directory, data_ended=loop.data_ended, best=best))
-    state = loop.state
-    return Result(directory, loop.step, telemetry.last, loop.held_out, lambda: state, built, stop.exit_code, plan)
+    final_state = loop.state  # a function that reads `loop.state` would keep the loader and checkpoints in memory
+    return Result(directory, loop.step, telemetry.last, loop.held_out, lambda: final_state, built, stop.exit_code, plan)
 
 
 def _begin(job: _Job, checkpoints: Checkpoints, loader: Loader) -> tuple[int, TrainState, JsonDict]:

@@ -61,6 +61,11 @@ def test_results_that_are_printed() -> None:
     assert "\x1b" not in Result()._repr_html_()
 
 
+def test_a_result_without_a_table_is_not_printed() -> None:
+    with pytest.raises(NotImplementedError):
+        str(Printed())
+
+
 def test_warnings_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warnings, "formatwarning", None)
     with pytest.raises(SystemExit):

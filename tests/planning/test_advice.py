@@ -120,6 +120,10 @@ def test_recomputation_by_xla_and_what_it_costs() -> None:
     extra = total_flops(short.module) - total_flops(enough.module)
     assert f"{extra:.3g} more FLOPs per step" in warned.text
     assert "memory.remat=full" in warned.cure
+    for instruction in enough.module.walk():
+        instruction.name += ".remat"
+    moved = found(advice._recomputed_by_xla, program=built, compiled_step=enough, limit=400 * MIB)
+    assert moved == [], "an instruction without its original is moved, and computed once"
 
 
 # ------------------------------------------------------------------ host memory

@@ -5,8 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmem.planning.buffers import Lifetimes, Temporaries, read_allocations
+from jaxmem.planning.breakdown import Breakdown
+from jaxmem.planning.buffers import Allocation, Buffer, Lifetimes, Temporaries, read_allocations
 from jaxmem.planning.hlo import read_module
+from tests.planning.conftest import module_of
 
 
 def temporary(function: Any, *arguments: Any) -> tuple[Any, Any]:
@@ -54,3 +56,21 @@ def test_what_is_dead_is_not_held() -> None:
 
     _, moment = temporary(function, jnp.ones((64, 64)))
     assert sum(held.size >= 64 * 64 * 4 for held in moment.regions) <= 3
+
+
+def test_allocations_of_several_memory_colors_are_in_memory_together() -> None:
+    """XLA has an allocation of temporaries for each color, such as that of buffers that NCCL registers."""
+    module = module_of(lambda x: jnp.sort(jnp.sort(x @ x) @ x), jnp.ones((64, 64)))
+    places = [instruction for instruction in module.entry.instructions if instruction.opcode != "parameter"]
+    colors = [(128, 96), (1024, 960), (64, 64)]  # bytes of an allocation, and of its only buffer, which is at its end
+    allocations = [
+        Allocation("temporary", size, None, False, (Buffer(size - used, used, ((places[0], ()),)),))
+        for size, used in colors
+    ]
+    on_host = Allocation("temporary", 4096, None, True, (Buffer(0, 4096, ((places[0], ()),)),))
+    breakdown = Breakdown(module, [*allocations, on_host])
+    assert breakdown.temporaries.size == 128 + 1024 + 64
+    assert [region.size for region in breakdown.temporaries.peak.regions] == [96, 960, 64]
+    assert breakdown.temporaries.peak.unused == 32 + 64
+    assert sum(buffer.size for buffer in breakdown.buffers) == 128 + 1024 + 64
+    assert Breakdown(module, []).temporaries.size == 0

@@ -53,6 +53,8 @@ def test_a_list_of_methods_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     found = fit.fit(MODEL, "h100-80gb:2", batch=2, method="qlora, full")
     assert isinstance(found, Comparison)
     assert [one.name for one in found.results] == ["qlora", "full"]
+    found = fit.fit(MODEL, "h100-80gb:2", batch=2, method="qlora,full,qlora")
+    assert [one.name for one in found.results] == ["qlora", "full"]  # type: ignore[union-attr]
     with pytest.raises(UserError, match="--method lor is unknown"):
         fit.fit(MODEL, "h100-80gb:2", batch=2, method="qlora,lor")
 

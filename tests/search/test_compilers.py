@@ -44,6 +44,25 @@ def test_cache_keys_depend_on_content() -> None:
         worker.config_key("step", cfg, dataclasses.replace(parse_target("h100-80gb:2"), per_host=1), None),
     ]
     assert len({name, *others}) == 1 + len(others)
+    gpus = parse_target("h100-80gb:2")
+    programs = [worker.program_key(text, gpus, limit) for text in ("a", "b") for limit in (1 << 30, 2 << 30)]
+    assert len(set(programs)) == 4, "XLA reduces the memory of a program to the limit"
+    assert worker.program_key("a", TWO, 1 << 30) == worker.program_key("a", TWO, 2 << 30)
+
+
+def test_programs_of_other_phases_are_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`memory.remat` changes the step, not the initialization."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled = []
+
+    def compile_once(lowered: jax.stages.Lowered, **_: bool) -> SimpleNamespace:
+        compiled.append(lowered.as_text())
+        return SimpleNamespace(total=len(compiled))
+
+    monkeypatch.setattr(worker, "compile_program", compile_once)
+    cfgs = [for_devices(config(memory={"remat": remat}), 2) for remat in ("none", "full")]
+    assert worker.other_phases(cfgs[0], TWO, None) == worker.other_phases(cfgs[1], TWO, None) == {"initialise": 1}
+    assert len(compiled) == 1
 
 
 def test_cache_keys_depend_on_the_sources_versions_and_flags(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +203,15 @@ def test_what_a_script_registers_is_compiled_in_its_process(monkeypatch: pytest.
         with pytest.raises(RefusedError, match="asked here"):
             compilers.step(config(optimizer={"name": "mine"}))
         assert compilers._started == []
+
+
+def test_a_config_that_a_compiler_process_does_not_know_is_refused() -> None:
+    answers = io.StringIO()
+    unknown = {**config().model_dump(mode="json"), "optimizer": {"name": "mine"}}
+    serve([json.dumps({"question": "step", "config": unknown})], answers, TWO)
+    reply = json.loads(answers.getvalue())
+    assert "mine" in reply["refused"]
+    assert reply["is_temporary"], "another process may know it"
 
 
 def test_a_comparison_of_methods_has_no_settings_of_one_method() -> None:

@@ -100,6 +100,21 @@ def test_memory_that_runs_out_in_spite_of_the_plan(plan: Plan, monkeypatch: pyte
         raise jax.errors.JaxRuntimeError("INTERNAL: another")
 
 
+@pytest.mark.parametrize("gib", [79.96, 1.005, 0.012349])  # with three digits the first is 80.0
+def test_the_budget_of_a_search_is_not_rounded_up(gib: float, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_check, "_available", lambda *_: int(gib * GIB))
+    with pytest.raises(OutOfMemoryError) as caught, explained_out_of_memory(plan):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+    assert 0.98 * gib * GIB < budget_of(caught) < int(gib * GIB)
+
+
+def test_no_search_is_proposed_if_no_memory_was_available(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_check, "device_memory", lambda: {"bytes_in_use": plan.limit + 2 * plan.peak})
+    with pytest.raises(OutOfMemoryError) as caught, explained_out_of_memory(plan):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes.")
+    assert str(caught.value).endswith("see `jaxmem doctor`.")
+
+
 def test_host_memory_that_runs_out_names_xla_s_limit(plan: Plan) -> None:
     text = (
         "RESOURCE_EXHAUSTED: Out of host memory while trying to allocate 1 bytes. Please set the environment variable"

@@ -293,7 +293,7 @@ class Wrong(Transformer):
         ({"mesh": {"stage": 2, "fsdp": 4}}, {}, "mesh.stage"),
         ({"mesh": {"tensor": 2, "fsdp": 4}}, {}, "mesh.tensor=2 does not shard the model.*mlp.*axes="),
         ({"mesh": {"context": 2, "fsdp": 4}, "model": DECODER}, {"model": None}, "objective.name=own.*mesh.context"),
-        ({"model": DECODER}, {"model": None, "loss": None}, "data: batch 0: it has the arrays image, label.*inputs"),
+        ({"model": DECODER}, {"model": None, "loss": None}, "data: batch 0 has the arrays image, label.*inputs"),
         (
             {"model": DECODER, "data": {"sequence_length": 32}},
             {"model": None, "loss": None, "data": [{"inputs": np.ones((ROWS, 16), np.int32)}]},
