@@ -196,6 +196,19 @@ def test_a_run_that_does_not_fit_names_the_command_of_the_search(
     assert f"`jaxmem fit {run / 'config.yaml'} memory.remat=full --target cpu:8`" in err
 
 
+def test_a_plan_writes_the_config_before_it_prints(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is complete even if the output is closed early, as by `| head`."""
+    written = tmp_path / "written.yaml"
+    order = []
+    planned = SimpleNamespace(as_json=dict, fits=True, target=SimpleNamespace(gpu=None))
+    monkeypatch.setattr("jaxmem.planning.result.plan", lambda *_, **__: planned)
+    monkeypatch.setattr("jaxmem.cli.planning.show", lambda _: order.append(written.exists()))
+    assert jaxmem("plan", str(run / "config.yaml"), "--write", str(written), "--json", capsys=capsys)[0] == 0
+    assert order == [True]
+
+
 def test_plan_for_a_target(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     planned = SimpleNamespace(as_json=dict, fits=True, target=SimpleNamespace(gpu=None))

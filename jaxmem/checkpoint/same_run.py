@@ -45,6 +45,7 @@ SOURCE_KEYS = (  # files may move
 CHANGEABLE_KEYS = (
     *SOURCE_KEYS,
     "model.preset",  # a name for other fields, which are compared one by one
+    "model.quantization.layers",  # derived from config.json; another version may list the layers in another way
     "model.dropout",
     "adapter.dropout",
     "adapter.lora_plus_ratio",

@@ -62,11 +62,12 @@ def plan(
             report.write_page(planned, html)
         if png:
             report.write_figure(planned, png)
-    show(planned.as_json() if as_json else planned.table())
     if write:
         from jaxmem.config.load import save_settings
 
         save_settings(cfg, write)
+    show(planned.as_json() if as_json else planned.table())
+    if write:
         say(f"wrote {write}" + (f"; next: {_train_command(write, cfg)}" if planned.fits else ""), file=sys.stderr)
     if planned.target.gpu and not devices.has_nvidia_gpu():
         _note_once(

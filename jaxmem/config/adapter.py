@@ -58,7 +58,9 @@ class Adapter(Section):
         " with other kinds precision.parameters",
     )
     experts: StoredFormat | None = setting(None, "stored format of frozen experts, e.g. mxfp4; null: as base")
-    embeddings: StoredFormat | None = setting(None, "stored format of frozen embedding and output; null: as base")
+    embeddings: StoredFormat | None = setting(
+        None, "stored format of frozen embeddings and output projection, e.g. bfloat16 as in peft; null: as in base"
+    )
     double_quant: bool = setting(True, "quantize the scales of a quantized base to 8 bits")
     hf: str | None = setting(
         None, "a PEFT directory; sets the initial adapters, and the fields of this section that are not set"

@@ -89,7 +89,8 @@ def _dotted(key: Key) -> str:
 
 
 def _nearest_key(section: Key, name: str) -> str:
-    """A hint for an unknown key: the key that other tools name so, a similar one here, or one elsewhere."""
+    """A hint for an unknown key: the key that has this name in other tools, a similar name in the same section, or the
+    same name in another section."""
     for given in (_dotted((*section, name)), name):
         if given in ELSEWHERE:
             return f"; use {ELSEWHERE[given]}"

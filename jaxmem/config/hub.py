@@ -195,14 +195,20 @@ def _explaining_errors(repository: str, revision: str | None, what: str, kind: s
         raise UserError(f"{what}: requires permission; request it at {page}, and set HF_TOKEN to your token") from None
     except errors.RevisionNotFoundError:
         raise UserError(f"{what}: the {kind} has no revision {revision}; leave it out for the newest") from None
-    except (errors.RepositoryNotFoundError, errors.HFValidationError):
-        use = "use a path or org/name of the hub, or set HF_TOKEN if it is private"
+    except errors.RepositoryNotFoundError:
+        use = "check the name, or set HF_TOKEN if it is private"
         raise UserError(f"{what} is neither a local path nor a {kind} on the hub; {use}") from None
+    except errors.HFValidationError:
+        use = "use a path, or org/name of the hub"
+        raise UserError(f"{what} is neither a local path nor a valid {kind} id; {use}") from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         raise UserError(
             f"{what} is neither a local path nor in the cache ({hub.HF_HUB_CACHE}), and the hub cannot be"
             f" reached; copy the {kind}'s files to a directory, and use its path"
         ) from None
-    except Exception as error:  # of the hub, or of the HTTP client, another one in each version of huggingface_hub
+    except (errors.HfHubHTTPError, OSError) as error:  # an answer such as 429, or a full disk
+        use = f"try again, or use a local copy of the {kind}"
+        raise UserError(f"{what}: the {kind} cannot be fetched: {one_line(error)}; {use}") from error
+    except Exception as error:  # of the HTTP client, another one in each version of huggingface_hub
         use = f"try again, or copy the {kind}'s files here"
         raise UserError(f"{what}: the hub cannot be reached: {one_line(error)}; {use}") from error

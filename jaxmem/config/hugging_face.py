@@ -7,8 +7,9 @@ with another scaling of rotary positions, or another kind of layer or activation
 from pathlib import Path
 from typing import Annotated, get_args
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
+from jaxmem.config.explain import explain
 from jaxmem.config.hf_families import ACTIVATIONS, HF_ARCHITECTURES, WINDOWS, HfFamily, text_settings
 from jaxmem.config.hf_quantized import quantization_fields, scheme_of
 from jaxmem.config.hf_rope import ORIGINAL_LENGTH, rope_fields, scaling_json
@@ -88,7 +89,10 @@ def family_of(settings: JsonView) -> HfFamily:
         raise UnsupportedError(f"architecture {given} is not supported; expected one of {', '.join(HF_ARCHITECTURES)}")
     expected = families[0].model_type
     if model_type not in (None, expected):  # transformers decides by model_type
-        raise UnsupportedError(f"model_type={model_type} does not match architectures={architectures}; use {expected}")
+        given = ", ".join(architectures)
+        raise UnsupportedError(
+            f"model_type={model_type} does not match architectures={given}; use model_type={expected}"
+        )
     return families[0]
 
 
@@ -122,7 +126,11 @@ def fields_of(settings: JsonView) -> JsonDict:
     }
     if scheme is None:
         return fields
-    return {**fields, "quantization": quantization_fields(scheme, settings, Decoder.model_validate(fields))}
+    try:
+        model = Decoder.model_validate(fields)
+    except ValidationError as error:
+        raise UnsupportedError(explain(error, fields).replace("\n", "; ")) from None
+    return {**fields, "quantization": quantization_fields(scheme, settings, model)}
 
 
 def _windows(settings: JsonView, family: HfFamily, layers: int) -> JsonDict:

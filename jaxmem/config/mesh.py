@@ -15,7 +15,9 @@ class Mesh(Section):
     stage: int = setting(1, "pipeline stages, each with a part of the layers (pipeline parallelism)")
     replica: int = setting(1, "copies of the model; the batch is sharded over them (data parallelism)")
     fsdp: int = setting(1, "shards of the batch and, depending on zero, of weights, gradients and optimizer state")
-    expert: int = setting(1, "shards of the experts (expert parallelism), and like fsdp of the batch and other weights")
+    expert: int = setting(
+        1, "shards of the experts of each layer (expert parallelism); shards the batch and other weights like fsdp"
+    )
     context: int = setting(1, "shards of the sequence (context parallelism)")
     tensor: int = setting(1, "shards of each matmul (tensor parallelism)")
     context_method: Literal["auto", "ring", "ulysses"] = setting(

@@ -151,7 +151,9 @@ class Decoder(Family):
     attention_soft_cap: Positive | None = setting(None, "attention scores s become c tanh(s / c); null: no cap")
     logit_soft_cap: Positive | None = setting(None, "logits y become c tanh(y / c); null: no cap")
     scale_embeddings: bool = setting(False, "multiply embeddings by the square root of embed")
-    attention_sinks: bool = setting(False, "a trained logit per head in the softmax of attention, without a value")
+    attention_sinks: bool = setting(
+        False, "attention sinks: a trained logit per head in the softmax of attention, without a value"
+    )
     attention_bias: bool = setting(False, "biases of queries, keys and values")
     output_bias: bool = setting(False, "bias of the output projection of attention")
     mlp_bias: bool = setting(False, "biases of the MLP, or of experts and router")

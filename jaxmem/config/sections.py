@@ -200,7 +200,9 @@ class Train(Section):
     on_nan: Literal["stop", "skip"] = setting("stop", "on a NaN or infinite loss or gradient: stop, or skip the update")
     max_skipped: Count = setting(10, "largest number of consecutive skipped updates before the run stops")
     deterministic: bool = setting(False, "on GPUs: bitwise reproducible results; may be slower")
-    profile: Annotated[tuple[Count, Count], Field(strict=False)] | None = setting(None, "steps to profile: first, last")
+    profile: Annotated[tuple[Count, Count], Field(strict=False)] | None = setting(
+        None, "[first, last]: steps to profile"
+    )
     trackers: ListOf[Literal["tensorboard", "wandb"]] = setting((), "services that also receive the metrics")
 
 

@@ -187,11 +187,13 @@ def user_objects(parts: Mapping[str, object]) -> UserObjects:
                 raise UserError(f"the argument {name} must be {expected}, not {_described(part)}")
         else:
             given[name] = UserBatches(part, name)
+    layers = given.pop("layers", ())
+    if layers:
+        given["layers"] = (layers,) if isinstance(layers, str) else tuple(layers)
     for name, other in _EXCLUSIVE:
         if {name, other} <= given.keys():
             raise UserError(f"the arguments {name} and {other} exclude each other; pass one of them")
     for name, other in _REQUIRES.items():
         if name in given and other not in given:
             raise UserError(f"the argument {name} requires the argument {other}; remove {name}, or pass {other}")
-    layers = given.get("layers", ())
-    return UserObjects(**given | {"layers": (layers,) if isinstance(layers, str) else tuple(layers)})
+    return UserObjects(**given)

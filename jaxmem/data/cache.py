@@ -13,7 +13,6 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -36,7 +35,7 @@ class TokenCache(RecordSource):
 
     noun = "records"
 
-    def __post_init__(self) -> None:
+    def open_files(self) -> None:
         assert self.source.path is not None
         self.path = Path(self.source.path).expanduser()
         meta = _read_meta(self.path)
@@ -79,7 +78,8 @@ def _read_meta(path: Path) -> JsonDict:
         raise UserError(f"data.path={path}: not a token cache; write one with jaxmem tokenize")
     settings = read_json(file)
     try:
-        read(settings, "format", Literal[FORMAT])
+        if (version := read(settings, "format", int)) != FORMAT:
+            raise UnsupportedError(f"format={version} is not supported; expected {FORMAT}")
         return {key: read(settings, key, kind) for key, kind in META.items()}
     except UnsupportedError as error:
         raise UserError(f"{file}: {error}; run jaxmem tokenize again") from None

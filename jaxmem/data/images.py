@@ -44,7 +44,7 @@ class ImageFolder(ImageSource):
     """Image files below `data.path`. The class of an image is the name of its directory; classes are in the order of
     their names. Images are scaled to the shorter side and cropped at the center."""
 
-    def __post_init__(self) -> None:
+    def open_files(self) -> None:
         names = [path.parent.name for path in self.paths]
         self.classes = sorted(set(names))
         self.labels = np.searchsorted(self.classes, names)

@@ -7,6 +7,7 @@ the 16 KiB around it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ BLOCK_BYTES = 16 * 1024  # from one mark of the index of lines to the next
 CHUNK_BYTES = 1 << 20  # read at once to find the lines
 MAX_LINE_BYTES = 16 << 20  # largest size of a line in bytes; a parsed line may need twenty times this memory
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+NOT_EMPTY = re.compile(rb"[^\n]+")
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -73,10 +75,10 @@ class Lines:
         end = min(start + BLOCK_BYTES + MAX_LINE_BYTES + 1, self._sizes[file])
         if mark + 1 < len(self._marks) and self._marks[mark + 1, 1] == file:
             end = min(end, int(self._marks[mark + 1, 3]))
-        lines = self._files.read(self._paths[file], start, end).split(b"\n")
-        full = [number for number, line in enumerate(lines) if line not in (b"", b"\r")]
-        number = full[index - first_record]
-        return file, first_line + number, lines[number]
+        content = self._files.read(self._paths[file], start, end)
+        lines = (line for line in NOT_EMPTY.finditer(content) if line[0] != b"\r")  # found one by one
+        line = next(itertools.islice(lines, index - first_record, None))
+        return file, first_line + content.count(b"\n", 0, line.start()), line[0]
 
     def _scan(self, file: int) -> tuple[np.ndarray, int]:
         """The marks of a file, whose records are counted from 0, and the number of its records."""
@@ -117,7 +119,7 @@ class JsonRecords(RecordSource):
 
     reads_field = False  # whether only the column `source.field` is read
 
-    def __post_init__(self) -> None:
+    def open_files(self) -> None:
         field = self.source.field if self.reads_field else None
         is_columns = self.paths[0].suffix.lower() in COLUMNS or self.source.source in ("parquet", "arrow")
         self.rows: Lines | ColumnRows = ColumnRows(self.paths, field) if is_columns else Lines(self.paths)

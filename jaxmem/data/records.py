@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -75,15 +74,16 @@ class RecordSource:
     tokenizer: Tokenizer
     # The lengths of the runs of records that are read together, e.g. row groups.
     blocks: np.ndarray | None = field(default=None, init=False)
+    counts: RecordCounts = field(init=False)
     noun = "documents"  # the name of records in messages
     documents_per_record = 1
 
     def __post_init__(self) -> None:
-        """Opens the files."""
+        self.counts = RecordCounts(self.noun)
+        self.open_files()
 
-    @cached_property
-    def counts(self) -> RecordCounts:
-        return RecordCounts(self.noun)
+    def open_files(self) -> None:
+        """Opens the files."""
 
     @staticmethod
     def default_files() -> list[Path]:

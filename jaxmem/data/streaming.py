@@ -44,8 +44,8 @@ class StreamedFiles(RecordSource):
     def __init__(
         self, reader: type[RecordSource], files: Files, source: Source, data: Data, tokenizer: Tokenizer
     ) -> None:
-        super().__init__([], source, data, tokenizer)
         self.noun = reader.noun
+        super().__init__([], source, data, tokenizer)
         self.documents_per_record = reader.documents_per_record
         self._reader = reader
         self._files = files

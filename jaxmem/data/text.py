@@ -40,7 +40,7 @@ class TextFiles(TokenizedText):
 
     default_files = staticmethod(stdlib_files)
 
-    def __post_init__(self) -> None:
+    def open_files(self) -> None:
         limit = piece_bytes(self.data.sequence_length)
         sized = [(path, size) for path in self.paths if (size := file_size(path))]
         if not sized:

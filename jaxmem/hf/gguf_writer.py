@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxmem.config import Decoder
+from jaxmem.config.base import Section
 from jaxmem.config.gguf import INSTALL
 from jaxmem.config.gguf_tokenizer import BYTE, CONTROL, ENDS, NORMAL, UNKNOWN, UNUSED, USER, pre_tokenizer_name
 from jaxmem.config.networks import Rope
@@ -112,7 +113,7 @@ def _architecture(cfg: Decoder) -> str:
     for name in UNSUPPORTED:
         value = getattr(cfg, name)
         if value != Decoder.model_fields[name].default:
-            raise _unsupported(f"model.{name}={as_yaml(value)}")
+            raise _unsupported(f"model.{name}" if isinstance(value, Section) else f"model.{name}={as_yaml(value)}")
     if cfg.qk_norm == "all_heads":
         raise _unsupported("model.qk_norm=all_heads")
     has_other_biases = cfg.output_bias or cfg.mlp_bias

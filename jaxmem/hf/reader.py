@@ -40,7 +40,7 @@ from jaxmem.hf.tensors import MXFP4, Tensors
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.network import Execution
 from jaxmem.quant import QTensor
-from jaxmem.sharding.host import HOST_MEMORY, send_like, zeros_on_host
+from jaxmem.sharding.host import HOST_MEMORY, send_like, to_host, zeros_on_host
 from jaxmem.sharding.layout import Layout
 from jaxmem.sharding.table import Axes
 from jaxmem.typing import AxesTree, Tree
@@ -172,12 +172,14 @@ def _read(
             raise UserError(f"{tensors.directory}: {name} contains NaN or infinite values; copy it again")
         return x
 
-    stored = _zeros(spec)()
-    write = _writer(weight.is_transposed, spec)
+    if not weight.depth:
+        return jax.block_until_ready(_converter(weight.is_transposed, spec)(read(weight.tensors[0].name)))
+    stack = _zeros(spec)()
+    write = _layer_writer(weight.is_transposed, spec)
     for tensor in weight.tensors:
         # Without waiting, the host would store all tensors that it reads ahead.
-        stored = jax.block_until_ready(write(stored, read(tensor.name), jnp.asarray(tensor.position, jnp.int32)))
-    return stored
+        stack = jax.block_until_ready(write(stack, read(tensor.name), jnp.asarray(tensor.position, jnp.int32)))
+    return stack
 
 
 def _on_devices(read: ReadSlice, shape: tuple[int, ...], sharding: Any) -> jax.Array:
@@ -200,18 +202,31 @@ def _are_finite(tree: Tree) -> jax.Array:
 
 
 @cache
-def _writer(is_transposed: bool, spec: Spec) -> Callable[[Tree, FileArray, jax.Array], Tree]:
-    """A function that writes a tensor into the array of a weight, which it donates."""
+def _converter(is_transposed: bool, spec: Spec) -> Callable[[FileArray], Tree]:
+    """A function that returns a tensor as the array of a weight."""
 
-    def write(stored: Tree, x: FileArray, position: jax.Array) -> Tree:
-        new = send_like(_as_spec(x, is_transposed, spec), stored)
+    def convert(x: FileArray) -> Tree:
+        new = _as_spec(x, is_transposed, spec)
+        return jax.tree.map(
+            lambda x, target: to_host(x) if target.sharding.memory_kind == HOST_MEMORY else x, new, spec
+        )
+
+    return jax.jit(convert, out_shardings=_shardings(spec))
+
+
+@cache
+def _layer_writer(is_transposed: bool, spec: Spec) -> Callable[[Tree, FileArray, jax.Array], Tree]:
+    """A function that writes the tensor of a layer into a stack, which it donates."""
+
+    def write(stack: Tree, x: FileArray, position: jax.Array) -> Tree:
+        new = send_like(_as_spec(x, is_transposed, spec), stack)
 
         def put(stack: jax.Array, tensor: jax.Array) -> jax.Array:
             tensor = tensor.reshape(*[1] * (stack.ndim - tensor.ndim), *tensor.shape)
             place = [position[dim] if dim < position.size else jnp.int32(0) for dim in range(stack.ndim)]
             return jax.lax.dynamic_update_slice(stack, tensor, place)
 
-        return jax.tree.map(put, stored, new)
+        return jax.tree.map(put, stack, new)
 
     return jax.jit(write, donate_argnums=0, out_shardings=_shardings(spec))
 

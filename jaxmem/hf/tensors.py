@@ -185,6 +185,10 @@ def _files(directory: Path, single: str | None) -> list[Path]:
     if not files or not all(file.is_file() for file in files):
         fetch_weights(directory)  # does nothing outside the cache of the hub
         files = _listed_files(directory, single)
+    if absent := [file.name for file in files if file.name != GGUF_FILE and not file.is_file()]:
+        raise UserError(
+            f"{directory / INDEX}: points to missing files: {abridge(absent)}; copy them into the directory"
+        )
     if files:
         return files
     names = sorted(file.name for file in directory.iterdir())
@@ -202,7 +206,8 @@ def _files(directory: Path, single: str | None) -> list[Path]:
 
 
 def _listed_files(directory: Path, single: str | None) -> list[Path]:
-    """The file with all weights, or those that the index lists, which may be absent."""
+    """The files with the weights: one complete file, or the files that the index lists, also those that do not exist.
+    Empty if the directory has neither."""
     complete = directory / (single or SINGLE)
     if complete.is_file():  # also beside an index, as in transformers
         return [complete]

@@ -91,6 +91,18 @@ def test_a_source_more_and_another_family() -> None:
     assert "model.family was convnet, is mlp" in changed(OLD, config(model={"family": "mlp"}))
 
 
+def test_the_list_of_quantized_layers_may_change_but_not_their_format() -> None:
+    """Another version may list the modules of the same config.json in another order."""
+    sizes = {"vocab": 8, "layers": 1, "embed": 8, "mlp": 8, "heads": 1, "kv_heads": 1, "head_dim": 8}
+    layers = ["blocks.attention.q", "blocks.mlp.gate", "blocks.mlp.shared_gate"]
+
+    def decoder(**quantization: Any) -> dict[str, Any]:
+        return config(model={**sizes, "quantization": {"format": "nf4", "layers": layers, **quantization}})
+
+    assert changed(decoder(), decoder(layers=layers[1::-1])) == []
+    assert changed(decoder(), decoder(format="fp4")) == ["model.quantization.format was nf4, is fp4"]
+
+
 def test_the_order_of_patterns_is_fixed() -> None:
     """The first pattern that matches applies."""
     alphas = {"*.q": 8.0, "blocks.*": 4.0}
@@ -111,7 +123,8 @@ def test_fields_of_the_table_exist() -> None:
 
     walk(OLD, "")
     assert set(FIXED_KEYS) <= fields
-    assert set(CHANGEABLE_KEYS) - {"data.mixture.*.path", "model.hf"} <= fields  # the second is a decoder's
+    of_decoders = {"model.hf", "model.quantization.layers"}
+    assert set(CHANGEABLE_KEYS) - {"data.mixture.*.path"} - of_decoders <= fields
 
 
 def test_refusal_says_what_to_do() -> None:

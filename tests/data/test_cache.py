@@ -114,7 +114,7 @@ def damage_meta(**changes: Any) -> Callable[[Path], None]:
         (lambda path: (path / "meta.json").write_text("[]"), r"meta\.json: must contain a JSON object"),
         (lambda path: (path / "meta.json").write_text("[" * 100_000), r"meta\.json: invalid JSON"),
         (damage_meta(records="many"), 'records="many" must be'),
-        (damage_meta(format=9), "format=9 must be"),
+        (damage_meta(format=9), "format=9 is not supported; expected 1; run"),
         (damage_meta(records=2**60), r"ends\.bin: damaged: 960 bytes"),
         (lambda path: os.truncate(path / "tokens.bin", 100), r"tokens\.bin: damaged: 100 bytes instead"),
         (lambda path: (path / "ends.bin").unlink(), r"ends\.bin: damaged: 0 bytes"),

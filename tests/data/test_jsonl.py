@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,21 @@ def test_a_file_may_end_with_an_empty_line_without_a_line_break(tmp_path: Path) 
     path.write_bytes(b'{"text": "a"}\r\n\r')
     records = open_records(JsonTexts, [path])
     assert [records.piece(i).text for i in range(len(records))] == ["a"]
+
+
+def test_a_record_before_many_empty_lines_is_read_without_them(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    empty_lines = 1 << 20
+    path.write_bytes(b'{"text": "a"}\n\r\n{"text": "b"}' + b"\n" * empty_lines + b'{"text": "c"}')
+    records = open_records(JsonTexts, [path])
+    tracemalloc.start()
+    try:
+        assert [records.piece(i).text for i in range(3)] == ["a", "b", "c"]
+        assert tracemalloc.get_traced_memory()[1] < 3 * empty_lines  # a list of the lines is 8 bytes for each
+    finally:
+        tracemalloc.stop()
+    assert [records.where(i).rsplit(" ", 1)[1] for i in range(3)] == ["1", "3", str(3 + empty_lines)]
+    records.close()
 
 
 def test_several_files_follow_each_other(tmp_path: Path) -> None:

@@ -384,7 +384,7 @@ def test_values_that_float16_cannot_store_are_refused(tmp_path: Path) -> None:
         (
             {"kv_heads": 4, "latent": {"kv_rank": 8, "rope_dim": 8, "value_dim": 16}},
             {},
-            "does not support model.latent=",
+            "does not support model.latent; export",
         ),
         ({"vocab": 200}, {}, "has 257 tokens, more than model.vocab=200"),
     ],

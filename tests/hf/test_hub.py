@@ -79,10 +79,22 @@ def test_what_is_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [name for name in ids + paths if is_id(name)] == ids
     assert [local_directory(name, "model.hf") for name in paths] == paths
     assert [is_model(name) for name in (*ids, "configs/name")] == [True, True, False]
-    with pytest.raises(UserError, match=r"model.hf=org/na--me .* nor a model on the hub"):
+    with pytest.raises(UserError, match=r"model.hf=org/na--me .* nor a valid model id"):
         local_directory("org/na--me", "model.hf")
     with pytest.raises(UserError, match=r"model.hf=org/name .* cannot be reached"):
         load_config({"name": "x", "model": {"hf": "org/name"}, "train": {"steps": 1}})
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), PermissionError(13, "Permission denied")])
+def test_an_error_of_the_disk_is_not_reported_as_one_of_the_network(
+    error: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(UserError, match=rf"model.hf=org/name: the model cannot be fetched: .*{error.strerror}"):
+        local_directory("org/name", "model.hf")
 
 
 DATA = """

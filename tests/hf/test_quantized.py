@@ -15,6 +15,7 @@ from jaxmem import hf
 from jaxmem.config import Decoder, load_config
 from jaxmem.config.hf_modules import MODULES
 from jaxmem.config.hf_quantized import HfScheme
+from jaxmem.config.hf_values import UnsupportedError
 from jaxmem.config.hugging_face import config_json, decoder_fields, fields_of
 from jaxmem.errors import UserError
 from jaxmem.hf.peft import read_base
@@ -119,6 +120,13 @@ def test_modules_of_a_file_that_are_not_quantized_are_stored_as_they_are():
     quantization = {**config["quantization_config"], "ignore": ["lm_head", "re:.*self_attn.*"]}
     found = fields_of({**config, "quantization_config": quantization})["quantization"]
     assert set(found["layers"]) == {"blocks.mlp.gate", "blocks.mlp.up", "blocks.mlp.down"}
+
+
+def test_a_damaged_config_of_a_quantized_model_is_refused_in_one_line(compare):
+    quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    damaged = {**compare.config("deepseek-v2"), "n_shared_experts": 10**9, "quantization_config": quantization}
+    with pytest.raises(UnsupportedError, match=r"^experts\.shared=\d+ must be at most 2147483647$"):
+        fields_of(damaged)
 
 
 def test_a_model_with_images_has_the_dtype_of_its_complete_settings(compare):

@@ -5,7 +5,9 @@ import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -127,9 +129,11 @@ def without(place: Path) -> None:
     (place / "model.safetensors").unlink()
 
 
-def absent_file(place: Path) -> None:
-    index(place, split(place))
-    (place / "model-00002-of-00002.safetensors").unlink()
+def absent_files(place: Path) -> None:
+    weight_map = split(place)
+    index(place, weight_map)
+    for name in set(weight_map.values()):
+        (place / name).unlink()
 
 
 def no_index(place: Path) -> None:
@@ -180,6 +184,10 @@ def tensors(change: Callable[[dict[str, np.ndarray]], None]) -> Callable[[Path],
             config(architectures=["MambaForCausalLM"]),
             "MambaForCausalLM is not supported; expected one of LlamaForCausalLM",
         ),
+        (
+            config(model_type="mistral"),
+            "model_type=mistral does not match architectures=LlamaForCausalLM; use model_type=llama",
+        ),
         (config(hidden_act="gelu"), 'hidden_act="gelu" is not supported; expected "silu"'),
         (config(quantization_config={"bits": 4}), "quantization_config"),
         (config(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), 'rope_type="dynamic" is not supported'),
@@ -205,7 +213,7 @@ def tensors(change: Callable[[dict[str, np.ndarray]], None]) -> Callable[[Path],
         (lambda place: (place / "config.json").unlink(), "contains no config.json"),
         (shutil.rmtree, "model.hf=.* does not exist"),
         (without, r"contains no \*.safetensors"),
-        (absent_file, "model-00002-of-00002.safetensors: does not exist; copy the file"),
+        (absent_files, "points to missing files: model-00001-of-00002.safetensors, model-00002-of-00002.safetensors;"),
         (outside, "is not the name of a file"),
         (no_index, "neither model.safetensors.index.json nor"),
         (pickled, "only pickled weights .pytorch_model.bin., .*save_pretrained"),
@@ -220,6 +228,25 @@ def test_an_incomplete_directory_is_refused(
     with pytest.raises(UserError, match=message) as refused:
         hf.load(place)
     assert "\n" not in str(refused.value)
+
+
+def test_a_weight_outside_of_stacks_needs_no_memory_before_it_is_read(
+    directories: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An array of zeros, into which the tensor is written, would double the peak of the largest weights."""
+    shapes = {"model.embed_tokens.weight": (40, 32), "lm_head.weight": (32, 40)}
+    arrays_before = {}
+    read = Tensors.read
+
+    def spy(tensors: Tensors, name: str, *args: Any) -> np.ndarray:
+        if name in shapes:
+            arrays_before[name] = sum(x.shape == shapes[name] for x in jax.live_arrays())
+        return read(tensors, name, *args)
+
+    monkeypatch.setattr(Tensors, "read", spy)
+    existing = {name: sum(x.shape == shape for x in jax.live_arrays()) for name, shape in shapes.items()}
+    hf.load(directories / "llama3")
+    assert arrays_before == existing
 
 
 def test_a_file_with_all_weights_is_read_beside_an_index(tmp_path: Path, directories: Path) -> None:

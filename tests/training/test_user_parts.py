@@ -11,6 +11,7 @@ from flax import nnx
 import jaxmem
 from jaxmem.config import load_config
 from jaxmem.config.methods import config_with
+from jaxmem.config.user import user_objects
 from jaxmem.data.user import open_loader
 from jaxmem.errors import UserError
 from jaxmem.models.cross_entropy import max_update_entries, vocab_cross_entropy
@@ -271,6 +272,7 @@ class Wrong(Transformer):
         ({}, {"optimizer": "adamw"}, "optimizer.name in the config, not the text adamw"),
         ({}, {"axes": ["embed"]}, "axes must be a dict"),
         ({}, {"layers": 3}, "layers must be the name of a list of blocks"),
+        ({}, {"model": None, "layers": ["blocks"]}, "argument layers requires the argument model"),
         ({}, {"axes": {"*.kernell": (None, "embed")}}, "kernell.*kernel"),
         (
             {},
@@ -313,6 +315,11 @@ def test_refuses(tmp_path, changes, parts, named):
     with pytest.raises(UserError, match=named):
         jaxmem.train(settings(tmp_path, **changes), **PARTS | parts)
     assert not (tmp_path / "own" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("layers", [(), [], ""])
+def test_no_layers_need_no_model(layers):
+    assert user_objects({"layers": layers}).layers == ()
 
 
 @pytest.mark.exhaustive
