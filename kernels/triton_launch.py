@@ -7,7 +7,7 @@ Tests set `INTERPRETER`, which runs the programs on a CPU.
 
 import dataclasses
 import functools
-import importlib.util
+import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,10 +33,14 @@ def _refuse(*_: Any) -> Any:
 
 
 def load_programs(module: str) -> Any:
-    """A module `...<operation>.triton_programs`; ValueError if jax-triton is not installed."""
-    if importlib.util.find_spec("jax_triton") is None:
-        raise ValueError(f"{module.split('.')[-2]}: {MISSING_TRITON}")
-    return importlib.import_module(module)
+    """A module `...<operation>.triton_programs`; ValueError if Triton or jax-triton is not installed."""
+    try:
+        importlib.import_module("jax_triton")
+        return importlib.import_module(module)
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in ("triton", "jax_triton"):
+            raise
+        raise ValueError(f"{module.split('.')[-2]}: {MISSING_TRITON}") from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import difflib
 import importlib
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,13 +72,27 @@ class Validator:
         self.require(isinstance(value, bool | np.bool_), f"{name} is {describe(value)}; it should be True or False")
         return bool(value)
 
-    def implementation(self, name: Any, implementations: Mapping[str, Any], arrays: tuple[Tree, ...]) -> Any:
-        """The named implementation of a call with these arrays. `implementations`: {name: module, or the name of a
-        module that is imported now}."""
+    def implementation(
+        self,
+        name: Any,
+        implementations: Mapping[str, Any],
+        arrays: tuple[Tree, ...],
+        refusal: Callable[[str], str | None] = lambda _: None,
+    ) -> Any:
+        """The named implementation of a call with these arrays.
+
+        Args:
+            name: what the call names.
+            implementations: {name: module, or the name of a module that is imported now}.
+            arrays: all arrays of the call.
+            refusal: the reason why an implementation does not support the call; None: it supports it.
+        """
         text = f"implementation is {describe(name)}; it should be one of {', '.join(sorted(implementations))}"
         self.require(isinstance(name, str), text)
         near = difflib.get_close_matches(name, implementations, n=1, cutoff=0.0)[0]
         self.require(name in implementations, f"{text}, nearest {near}")
+        reason = refusal(name)
+        self.require(reason is None, reason or "")
         self.unsharded(name, arrays)
         module = implementations[name]
         return importlib.import_module(module) if isinstance(module, str) else module

@@ -85,11 +85,11 @@ class Lora(nnx.Module):
             scale = layers[0].scale
         else:
             numbers = range(stack[0]) if order is None else order
-            layers = [layers[i] if i < len(layers) else None for i in numbers]
-            ranks = np.array([layer.rank if layer else 0 for layer in layers])
+            by_position = [layers[i] if i < len(layers) else None for i in numbers]
+            ranks = np.array([layer.rank if layer else 0 for layer in by_position])
             has_rank = np.arange(rank) < ranks.reshape(-1, *[1] * (a.ndim - 1))
             a = jnp.where(has_rank, a, jnp.zeros((), a.dtype))
-            scales = jnp.array([layer.scale if layer else 0.0 for layer in layers], jnp.float32)
+            scales = jnp.array([layer.scale if layer else 0.0 for layer in by_position], jnp.float32)
             layer_scale = nnx.Param(scales, axes=stacked[:1])
         self.scale = scale
         self.layer_scale = layer_scale

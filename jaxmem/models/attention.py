@@ -207,6 +207,7 @@ class Attention(nnx.Module):
             return attention_over(over[0], execution.context_method, q, k, v, **options)
 
         arrays = q, repeat_kv_heads(k), repeat_kv_heads(v), segment_ids, tokens.has_window, sinks
+        mapped = local
         if layout is not None and (over or execution.attention in PER_DEVICE):
             heads = layout.spec("activations", HEADS)
             rows = layout.spec("activations", ("batch", "time"))
@@ -219,8 +220,8 @@ class Attention(nnx.Module):
                 layout.spec("activations", ("heads",)),
             )
             specs = tuple(None if x is None else spec for x, spec in zip(arrays, array_specs, strict=True))
-            local = map_devices(local, specs, heads)
-        return local(*arrays)[..., : spec.values]
+            mapped = map_devices(local, specs, heads)
+        return mapped(*arrays)[..., : spec.values]
 
     def _split_heads(
         self,

@@ -68,8 +68,14 @@ class Chunking:
         return chunk if chunk is not None and chunk < time else None
 
     def group_count(self, x: Array, heads: int, kv_heads: int, head_dim: int, context: int = 1) -> int:
-        """The number of groups of heads, for x [batch, time, embed] and a model with these query heads, and key and
-        value heads, of width `head_dim`. `context`: the number of devices that shard each group.
+        """The number of groups of heads.
+
+        Args:
+            x: [batch, time, embed].
+            heads: query heads of the model.
+            kv_heads: key and value heads of the model.
+            head_dim: the width of a head.
+            context: the number of devices that shard each group.
 
         >>> Chunking(head_groups="auto").group_count(jax.ShapeDtypeStruct((1, 2**19, 4096), jnp.bfloat16), 32, 8, 128)
         8

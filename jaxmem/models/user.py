@@ -152,7 +152,7 @@ class FlaxNetwork:
             self.module.train()
             reseed(self.module, keys)
         for blocks in self._stacks:
-            blocks.insert(keys)
+            blocks.replace_in_module(keys)
         return self.module
 
     @property

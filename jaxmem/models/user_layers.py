@@ -119,7 +119,7 @@ class Blocks(Sequence[Any]):
     def error(self, text: str) -> UserError:
         return UserError(f"layers={self.name}: {text}, or remove the argument layers")
 
-    def insert(self, keys: jax.Array | None) -> None:
+    def replace_in_module(self, keys: jax.Array | None) -> None:
         """Replaces the stacked block of the module by this list."""
         self.keys = keys
         # Not by the `setattr` of a module, which refuses values that are neither variables nor static.

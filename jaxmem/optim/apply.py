@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,6 @@ from jaxmem.sharding.weights import is_encoded
 from jaxmem.typing import AxesTree, Tree
 
 SumOverSlices = Callable[[Any], Any]  # the contribution of one slice to a sum -> the sum over all slices
-Writer = Callable[..., Tree]  # `apply_updates` with a key and a kernel
 
 
 class NotSeparableError(Exception):
@@ -60,6 +59,20 @@ class VocabSlice:
     dim: int  # the vocabulary dimension
     rows: Int[Array, " rows"]  # the indices of the rows
     total: SumOverSlices
+
+
+class Writer(Protocol):
+    """`apply_updates` with a key and a kernel."""
+
+    def __call__(
+        self,
+        params: Tree,
+        updates: Tree,
+        *,
+        axes: AxesTree,
+        layer: jax.Array | None = None,
+        vocab_slice: VocabSlice | None = None,
+    ) -> Tree: ...
 
 
 def sliced_sums(update: Callable[[jax.Array, SumOverSlices], Any], count: int) -> list[Any] | None:

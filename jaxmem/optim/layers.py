@@ -264,19 +264,20 @@ class _Step:
         is_one_array = bool(stack) and rule.updates_stacks
         updated_spec = dataclasses.replace(spec, shape=w.shape, axes=names) if is_one_array else spec
 
+        layers = stack[0] if stack else self.layers
+        if pipeline is not None:  # it orders the layers of the stack, and adds identity layers
+            layers = pipeline.layers
+
         def update(
-            pair: tuple[jax.Array, State], w: Any, layer: jax.Array, _part: jax.Array | None = None
+            arrays: tuple[jax.Array, State], weight: Any, position: jax.Array, _part: jax.Array | None = None
         ) -> tuple[jax.Array, State]:
             """(update, new state) of one layer, of some of its rows, or of a stack as one array."""
-            g, state = pair
-            layers = stack[0] if stack else self.layers
-            if pipeline is not None:  # it orders the layers of the stack, and adds identity layers
-                layer = jnp.asarray(pipeline.order, jnp.int32)[layer]
-                layers = pipeline.layers
+            gradient, state = arrays
+            layer = position if pipeline is None else jnp.asarray(pipeline.order, jnp.int32)[position]
             layer_key = jax.random.fold_in(key, layer)
-            context = UpdateContext(w, updated_spec, self.count, layer, layers, layer_key, self.vocab_slice)
-            u, new = rule.update(_as_state(g, updated_spec), state, context)
-            return _as_state(u.astype(g.dtype), updated_spec), new
+            context = UpdateContext(weight, updated_spec, self.count, layer, layers, layer_key, self.vocab_slice)
+            change, new_state = rule.update(_as_state(gradient, updated_spec), state, context)
+            return _as_state(change.astype(gradient.dtype), updated_spec), new_state
 
         pair = g, _with_values(declared, (next(old[name]) for name in array_names))
         if rule.elementwise and not is_one_array:

@@ -98,7 +98,7 @@ def with_remainder(
         complete = jax.tree.map(WithRemainder, params, state.master)
         try:
             updates, inner = tx.update(grads, state.inner, complete, layer=layer, vocab_slice=vocab_slice, **extra)
-        except TypeError as error:
+        except (AttributeError, TypeError, ValueError) as error:
             if WithRemainder.__name__ not in str(error):
                 raise
             raise UserError(

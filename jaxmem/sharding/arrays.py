@@ -121,7 +121,7 @@ sum_gradients.defvjp(lambda x, _: (x, None), lambda over, _, g: (all_reduce(g, o
 
 
 def map_layers(
-    function: Callable[..., Any], layers: int, in_axes: AxesTree, out_axes: AxesTree, axis: str = "layer"
+    function: Callable[..., Any], count: int, in_axes: AxesTree, out_axes: AxesTree, axis: str = "layer"
 ) -> Callable[..., Any]:
     """`function(*arrays, first)` on the layers of each pipeline stage, of which `first` is the index of the first one;
     with `axis` `expert`, on the experts of each device.
@@ -132,15 +132,16 @@ def map_layers(
 
     Args:
         function: computes arrays from the arrays of one shard.
-        layers: the number of layers of the stack.
+        count: the number of layers of the stack, or of experts.
         in_axes: the axes of each array.
         out_axes: the axes of the results.
         axis: the logical axis of layers.
     """
     layout = current()
+    # Arrays may be optimizer state: `make_tables` gives `layer` and `expert` the same mesh axes in both roles.
     over = layout.over("weights", axis) if layout else ()
     parts = layout.size(over) if layout else 1
-    if layout is None or parts == 1 or layers % parts:
+    if layout is None or parts == 1 or count % parts:
         return lambda *arrays: function(*arrays, jnp.zeros((), jnp.int32))
 
     def specs(axes: AxesTree) -> Tree:
@@ -150,7 +151,7 @@ def map_layers(
         with layout.inside_shard_map(over):
             return function(*arrays, first[0])
 
-    first = jnp.arange(parts, dtype=jnp.int32) * (layers // parts)
+    first = jnp.arange(parts, dtype=jnp.int32) * (count // parts)
     mapped = map_devices(run, (PartitionSpec(over), *specs(in_axes)), specs(out_axes), over=over)
     return partial(mapped, first)
 

@@ -237,11 +237,9 @@ def _restricted(call: StackCall, start: int, stop: int) -> StackCall:
     def trainable(leaf: Tree) -> Tree:
         """The trainable part of a weight in this range, or None."""
         layers = trainable_layers(leaf)
-        if layers is None:
-            layers = tuple(range(stop))
-        if start not in layers:
+        if layers is not None and start not in layers:
             return None
-        first = layers.index(start)
+        first = start if layers is None else layers.index(start)
         return jax.tree.map(lambda x: x[first : first + stop - start], proxy_of(leaf))
 
     inputs = numbers, jax.tree.map(lambda x: x[start:stop], call.inputs)

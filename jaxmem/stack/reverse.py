@@ -9,6 +9,7 @@ With several micro-batches, the gradient of a layer is computed for all of them,
 sum. Activations are saved for all micro-batches; the intermediates of a layer exist for one micro-batch at a time.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -45,7 +46,7 @@ class Visitor:
 
 
 @dataclass(frozen=True)
-class ForwardPass:
+class ForwardPass(ABC):
     """A stack after its forward pass."""
 
     call: StackCall
@@ -91,16 +92,16 @@ class ForwardPass:
         zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), self.proxies_of(weights))
         return jax.lax.scan(add, zeros, (layer_input, shared, saved, g))
 
+    @abstractmethod
     def _begin(self) -> Tree:
         """The first carry of `_read`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _read(self, layer: jax.Array, weights: Tree, carry: Tree) -> tuple[Tree, Tree]:
         """(layer, stacked weights, carry) -> (what `_derivative` needs for this layer, carry)."""
-        raise NotImplementedError
 
-    def _derivative(self, weights: Tree, layer_input: Tree, shared: Tree, saved: Tree) -> Derivative:
-        raise NotImplementedError
+    @abstractmethod
+    def _derivative(self, weights: Tree, layer_input: Tree, shared: Tree, saved: Tree) -> Derivative: ...
 
 
 def forward(call: StackCall, trainable: Tree = True, dtype: DTypeLike | None = None, micro: int = 1) -> ForwardPass:

@@ -161,7 +161,10 @@ def by_plan(call: StackCall) -> tuple[Tree, Tree]:
             if hooked:
                 # Written in place: until then, a layer has the arguments of its hooks there.
                 of_hooks = zip(hooked, results, jax.tree.leaves(of_weights), strict=True)
-                results = [put_layer(r, layer, w.hook(g, take_layer(r, layer))) for w, r, g in of_hooks]
+                results = [
+                    put_layer(result, layer, weight.hook(gradient, take_layer(result, layer)))
+                    for weight, result, gradient in of_hooks
+                ]
                 of_weights = None
             of_shared = jax.tree.map(jnp.add, carry.of_shared, of_layer_shared)
             return _Carry(slots, previous_x, previous, g, of_shared, results), (of_weights, of_input)

@@ -80,7 +80,9 @@ class Objective:
             return [Part(lambda network, _: Flow(_sums_of_user(self.user, network, batch, keys)))]
         if name in ("next_token", "dpo"):
             return _token_parts(network, batch, keys)
-        return _pair_parts(network, batch, keys) if name == "contrastive" else _image_parts(network, batch, keys)
+        if name == "contrastive":
+            return _pair_parts(network, batch, keys)
+        return _image_parts(network, batch["inputs"], keys)
 
     def loss_parts(self, network: Any, batch: Batch) -> list[NetworkPart]:
         """From the result of `network_parts` to the sums."""
@@ -191,8 +193,7 @@ def _token_parts(network: Any, batch: Batch, keys: jax.Array | None) -> list[Net
     return [Part(lambda network, _: Flow(*network.features_and_router_statistics(*inputs)))]
 
 
-def _image_parts(network: Any, batch: Batch, keys: jax.Array | None) -> list[NetworkPart]:
-    images = batch["inputs"]
+def _image_parts(network: Any, images: jax.Array, keys: jax.Array | None) -> list[NetworkPart]:
     if names_parts(network):
         return network.parts(images, keys)
     return [Part(lambda network, _: Flow(network.features(images, keys=keys)))]
@@ -208,7 +209,7 @@ def _pair_parts(network: Any, batch: Batch, keys: jax.Array | None) -> list[Netw
         x = flow.x.reshape(rows, 2, *flow.x.shape[1:])
         return Flow((x[:, 0], x[:, 1]))
 
-    return [*_image_parts(network, {"inputs": images}, both), Part(split)]
+    return [*_image_parts(network, images, both), Part(split)]
 
 
 def _preferred(cfg: config.Objective, per_token: jax.Array, batch: Batch) -> Sums:

@@ -60,7 +60,6 @@ def attention(
     keys_have_own = kv_segment_ids is not None and kv_segment_ids is not options.get("segment_ids")
     request = Request.of(*arrays[:2], checked, extras, keys_have_own=keys_have_own)
     name = "blockwise" if implementation is None else implementation
-    module = CHECKS.implementation(name, IMPLEMENTATIONS, (arrays, extras))
-    refusal = attention_refusal(name, request, capability())
-    CHECKS.require(refusal is None, refusal or "")
+    refusal = lambda chosen: attention_refusal(chosen, request, capability())  # noqa: E731
+    module = CHECKS.implementation(name, IMPLEMENTATIONS, (arrays, extras), refusal)
     return Implementation(module).attend(*arrays, checked, extras)

@@ -401,13 +401,19 @@ def main() -> None:
         train_all(args.methods, args.model)
     elif args.command == "table":
         compared = list(rows(args.methods))
+        drawn = [row for row in compared if row.above and row.method != UNPACKED]
+        if args.png and not drawn:
+            needed = args.methods if _complete(BASE) else [BASE]
+            missing = [run.name for method in needed for run in runs_of(method) if run.record() is None]
+            names = ", ".join(missing) or f"a method besides {UNPACKED}"
+            options.error(f"table --png requires runs of full length; missing: {names}; use the command train")
         print_search(args.methods)
         print()
         print_table(compared)
         print()
         print_peers(args.methods)
         if args.png:
-            draw([row for row in compared if row.above and row.method != UNPACKED], args.png)
+            draw(drawn, args.png)
     else:
         print_left(args.methods)
 

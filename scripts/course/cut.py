@@ -122,14 +122,13 @@ def schedule(micro_batches: int) -> dict[str, str]:
     """What each device does in each tick, a letter of KEY: of the operations whose operands are there, a device runs
     the backward pass of the earliest micro-batch, or else the earliest forward pass."""
     readers = {name: [reader for reader, part in GRAPH.items() if name in part.reads] for name in GRAPH}
-    done: dict[Operation, int] = {}  # the tick at which it ends
     free = dict.fromkeys({part.device for part in GRAPH.values()}, 0)
     rows = dict.fromkeys(sorted(free), "")
     waiting = [Operation(kind, name, m) for kind in "BF" for m in range(micro_batches) for name in GRAPH]
-    tick = 0
 
-    def can_run(operation: Operation, device: int) -> bool:
-        """Whether it is of this device, and all operands have been computed before this tick."""
+    def can_run(operation: Operation, device: int, tick: int, done: Mapping[Operation, int]) -> bool:
+        """Whether it is of this device, and all operands have been computed before this tick.
+        `done`: the tick at which each operation ends."""
         kind, name, micro = operation
         if kind == "F":
             needed = [Operation("F", source, micro) for source in GRAPH[name].reads if source != "input"]
@@ -137,11 +136,13 @@ def schedule(micro_batches: int) -> dict[str, str]:
             needed = [Operation("F", name, micro), *(Operation("B", reader, micro) for reader in readers[name])]
         return GRAPH[name].device == device and all(done.get(step, tick + 1) <= tick for step in needed)
 
+    tick = 0
+    done: dict[Operation, int] = {}
     while waiting:
         for device in rows:
             if free[device] > tick:
                 continue
-            ready = next((operation for operation in waiting if can_run(operation, device)), None)
+            ready = next((operation for operation in waiting if can_run(operation, device, tick, done)), None)
             if ready is None:
                 rows[device] += "."
                 free[device] = tick + 1

@@ -3,11 +3,14 @@
 import importlib
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmem.kernels import fused_attention, support, triton_launch
 from jaxmem.kernels.support import triton_refusal
@@ -31,6 +34,14 @@ def test_a_named_implementation_that_does_not_support_the_call_is_an_error():
         fused_attention.attention(q, q, q, implementation="cudnn")
 
 
+def test_a_call_that_is_not_supported_is_refused_before_its_sharding():
+    """Else the advice to use jax.shard_map would lead to another error."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    q = jax.device_put(jnp.zeros((2, 2, 1, 8)), NamedSharding(mesh, PartitionSpec("d")))
+    with pytest.raises(ValueError, match="attention: q is float32; the cudnn implementation supports bfloat16"):
+        fused_attention.attention(q, q, q, implementation="cudnn")
+
+
 @pytest.mark.parametrize(
     ("capability", "reason"), [(None, "no NVIDIA GPU"), (75, "compute capability is 7.5"), (80, None), (120, None)]
 )
@@ -43,6 +54,15 @@ def test_triton_needs_jax_triton(monkeypatch):
     monkeypatch.setattr(support.importlib.util, "find_spec", lambda _: None)
     assert "requires jax-triton" in triton_refusal(90)
     monkeypatch.setitem(sys.modules, "jax_triton", None)
+    with pytest.raises(ValueError, match="grouped_matmul: the triton implementation requires jax-triton"):
+        load_programs("jaxmem.kernels.grouped_matmul.triton_programs")
+
+
+def test_triton_programs_need_triton(monkeypatch):
+    """jax-triton may be installed without it."""
+    monkeypatch.delitem(sys.modules, "jaxmem.kernels.grouped_matmul.triton_programs", raising=False)
+    monkeypatch.setitem(sys.modules, "jax_triton", SimpleNamespace(__spec__=ModuleSpec("jax_triton", None)))
+    monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ValueError, match="grouped_matmul: the triton implementation requires jax-triton"):
         load_programs("jaxmem.kernels.grouped_matmul.triton_programs")
 

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from jaxmem import optim
+from jaxmem.errors import UserError
 from jaxmem.optim import in_place
 from jaxmem.sharding.layout import layout_for
 from jaxmem.sharding.table import is_axes
@@ -67,6 +68,36 @@ def test_one_layer_at_a_time_is_the_same():
     updates, alone = update(one(g), one(jax.jit(tx.init)(params)), one(params))
     jax.tree.map(np.testing.assert_array_equal, optim.apply_updates(one(params), updates), one(every))
     jax.tree.map(np.testing.assert_array_equal, alone.master, one(state.master))
+
+
+def _add_weights(updates, state, params):
+    return jax.tree.map(lambda u, w: u + w.astype(u.dtype), updates, params), state
+
+
+@pytest.mark.parametrize(
+    "transformation",
+    [
+        optax.add_decayed_weights(0.1),
+        optax.keep_params_nonnegative(),
+        optax.GradientTransformation(lambda _: optax.EmptyState(), _add_weights),
+    ],
+    ids=["operator", "tree", "method"],
+)
+def test_an_optimizer_that_computes_with_the_weights_is_refused(transformation):
+    params = {"w": jnp.ones(4, jnp.bfloat16)}
+    tx = optim.with_remainder(optax.chain(optax.sgd(0.1), transformation), 16)
+    with pytest.raises(UserError, match=r"precision.master=remainder16 .* computes with the weights"):
+        tx.update(params, tx.init(params), params)
+
+
+def test_an_error_of_an_optimizer_itself_is_not_replaced():
+    def fail(*_):
+        raise ValueError("no gradient")
+
+    tx = optim.with_remainder(optax.GradientTransformation(lambda _: optax.EmptyState(), fail), 16)
+    params = {"w": jnp.ones(4, jnp.bfloat16)}
+    with pytest.raises(ValueError, match="no gradient"):
+        tx.update(params, tx.init(params), params)
 
 
 def test_what_is_not_finite_stays_so_and_the_largest_is_no_infinity():

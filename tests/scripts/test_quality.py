@@ -99,6 +99,18 @@ def test_losses_are_compared_with_those_of_the_same_seed(
     assert (tmp_path / "quality.png").stat().st_size > 1000
 
 
+def test_a_figure_without_adamw_names_the_missing_runs(
+    quality: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quality.RECORDS.mkdir()
+    (quality.RECORDS / "adamw-1e-05-25-0.json").write_text(json.dumps({"loss": 2.0}))
+    monkeypatch.setattr(sys, "argv", ["quality.py", "table", "qlora-16", "--png", str(tmp_path / "quality.png")])
+    with pytest.raises(SystemExit):
+        quality.main()
+    assert "missing: adamw-3e-05-25-0, adamw-0.0001-25-0" in capsys.readouterr().err
+    assert not (tmp_path / "quality.png").exists()
+
+
 def test_a_soft_prompt_is_not_compared(quality: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     quality.print_table([quality.Row("adamw", 1e-5, {0: 2.0}, {0: 0.0}, 16.0)])
     assert "not comparable" not in capsys.readouterr().out

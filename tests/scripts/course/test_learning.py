@@ -1,6 +1,7 @@
 """The stops that train here: their runs are configs, their arithmetic is right, their cheapest parts are run."""
 
 import contextlib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,31 @@ from jaxmem.config import load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from scripts.course import STOPS, adapters, experts, galore, networks, parallel, precision
+
+SOURCE = '''
+"""A module."""
+
+def read(file):
+    """Read all that is in a file.
+
+    And more.
+    """
+
+class Box:
+    """Hold things together."""
+
+    def put(self, thing):
+        """Put one more thing into it."""
+
+    def _hidden(self):
+        """Not a thing that is asked for."""
+
+def terse():
+    """Short."""
+
+def bare():
+    pass
+'''
 
 
 @pytest.mark.parametrize("topic", ["networks", "precision", "adapters"])
@@ -79,3 +105,14 @@ def test_what_formats_represent() -> None:
 def test_layouts_are_for_eight() -> None:
     with pytest.raises(UserError, match="its layouts are for 8 GPUs; remove the number"):
         parallel.measure("h100-80gb:4")
+
+
+def test_questions_are_about_public_names_with_a_summary(tmp_path: Path) -> None:
+    (tmp_path / "pack").mkdir()
+    for name, text in {"pack/__init__.py": SOURCE, "_own.py": SOURCE, "broken.py": "def ("}.items():
+        (tmp_path / name).write_text(text)
+    assert list(adapters.questions(sorted(tmp_path.rglob("*.py")), tmp_path).items()) == [
+        ("What does pack.read do?", "Read all that is in a file."),
+        ("What does pack.Box do?", "Hold things together."),
+        ("What does pack.Box.put do?", "Put one more thing into it."),
+    ]
