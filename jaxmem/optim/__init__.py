@@ -22,7 +22,7 @@ _get, _names = lazy_names(
     clipping="clip record_norm",
     elementwise="is_elementwise updates_single_weights updates_stacks_as_layers",
     layers="MatrixRule ParameterSpec UpdateContext by_layer state_axes",
-    master="REMAINDER_BITS with_master with_remainder",
+    master="REMAINDER_BITS in_float32 with_master with_remainder",
     registry="build learning_rate_schedule optimizer",
     selection="Selection scale_updates select_trainable trainable",
 )

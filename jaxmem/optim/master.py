@@ -59,6 +59,20 @@ def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformatio
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Passes gradients and weights to `tx` in float32. For `with_remainder`, whose weights only jaxmem's optimizers can
+    read."""
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params: Tree) -> Tree:
+        return tx.init(_to_float32(params))
+
+    def update(grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
+        return tx.update(_to_float32(grads), state, _to_float32(params), **extra)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
 class RemainderState(NamedTuple):
     step: jax.Array  # updates so far
     master: Tree  # the remainders of the weights
@@ -102,9 +116,8 @@ def with_remainder(
             if WithRemainder.__name__ not in str(error):
                 raise
             raise UserError(
-                f"precision.master=remainder{bits} (optim.with_remainder) supports optimizers of jaxmem.optim, such as"
-                " optim.adamw, but not this one, which computes with the weights or has state like them; use one of"
-                " them, or precision.master=float32"
+                f"with_remainder(tx, {bits}) does not support this optimizer, which computes with the weights or has"
+                " state like them; pass optim.in_float32(tx)"
             ) from error
         key = jax.random.fold_in(jax.random.key(0), state.step)
 
@@ -147,4 +160,7 @@ def _change(pair: tuple[jax.Array, jax.Array], w: jax.Array, key: jax.Array | No
 
 
 def _to_float32(tree: Tree) -> Tree:
-    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+    def convert(x: jax.Array | WithRemainder) -> jax.Array:
+        return x.dequantize() if isinstance(x, WithRemainder) else x.astype(jnp.float32)
+
+    return jax.tree.map(convert, tree, is_leaf=lambda x: isinstance(x, WithRemainder))

@@ -94,14 +94,16 @@ class StepSpec:
 
     def optimizer_for(self, axes: AxesTree) -> optax.GradientTransformationExtraArgs:
         """The optimizer of the parameters that have these axes, a subset of the trainable ones."""
+        master = self.cfg.precision.master
         tx = self.cfg.user.optimizer
         if tx is None:
             tx = optim.build(self.cfg.optimizer.replace(kernel=self.update_kernel), self.learning_rate, axes)
+        elif master in optim.REMAINDER_BITS:
+            tx = optim.in_float32(optim.chain(tx))
         else:
             tx = optim.chain(tx)
         if self.cfg.adapter.lora_plus_ratio != 1.0:
             tx = optim.scale_updates(tx, self.cfg.adapter.lora_plus_ratio, ("*.lora.b",))
-        master = self.cfg.precision.master
         if master in optim.REMAINDER_BITS:
             tx = optim.with_remainder(tx, optim.REMAINDER_BITS[master], axes)
         elif master != "none":

@@ -86,8 +86,22 @@ def _add_weights(updates, state, params):
 def test_an_optimizer_that_computes_with_the_weights_is_refused(transformation):
     params = {"w": jnp.ones(4, jnp.bfloat16)}
     tx = optim.with_remainder(optax.chain(optax.sgd(0.1), transformation), 16)
-    with pytest.raises(UserError, match=r"precision.master=remainder16 .* computes with the weights"):
+    with pytest.raises(UserError, match=r"computes with the weights.*optim.in_float32\(tx\)"):
         tx.update(params, tx.init(params), params)
+
+
+@pytest.mark.parametrize("make", [optax.adamw, optax.lamb, optax.contrib.dog], ids=["adamw", "lamb", "dog"])
+def test_an_optimizer_of_another_library_has_the_weights_of_a_float32_copy(make):
+    params = {"w": jnp.linspace(-1, 1, 64, dtype=jnp.bfloat16).reshape(8, 8), "b": jnp.ones(4, jnp.bfloat16)}
+    grads = [
+        jax.tree.map(lambda x, i=i: jnp.sin(i + jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), params)
+        for i in range(4)
+    ]
+    with jax.numpy_dtype_promotion("standard"):  # of optax
+        remainder, state = trained(optim.with_remainder(optim.in_float32(make(1e-3)), 16), params, grads)
+        copied, copy = trained(optim.with_master(make(1e-3)), params, grads)
+    jax.tree.map(np.testing.assert_array_equal, remainder, copied)
+    jax.tree.map(np.testing.assert_array_equal, completed(remainder, state), copy.master)
 
 
 def test_an_error_of_an_optimizer_itself_is_not_replaced():
