@@ -143,7 +143,7 @@ class Loader(AbstractContextManager["Loader"]):
         cfg = self._cfg
         corpus = self.corpus
         if self._shards is not None:
-            return _streamed(cfg, corpus, (shard, count))
+            return _streamed(corpus, (shard, count), cfg.seed, cfg.data.epochs)
         order = corpus.order(self._split)
         total = self._records_to_read(order)
         return OrderedRecords(
@@ -228,11 +228,11 @@ class Loader(AbstractContextManager["Loader"]):
         self.close()
 
 
-def _streamed(cfg: Config, corpus: Corpus, shard: tuple[int, int]) -> OrderedRecords:
+def _streamed(corpus: Corpus, shard: tuple[int, int], seed: int, epochs: int | None) -> OrderedRecords:
     """The records of a shard of the files."""
     from jaxmem.data.streaming import StreamOrder
 
-    order = StreamOrder(corpus.sources, shard, cfg.seed, cfg.data.epochs)
+    order = StreamOrder(corpus.sources, shard, seed, epochs)
 
     def documents(place: int) -> Sequence[Document]:
         location = order.find(place)
@@ -241,7 +241,7 @@ def _streamed(cfg: Config, corpus: Corpus, shard: tuple[int, int]) -> OrderedRec
 
     return OrderedRecords(
         documents,
-        has=lambda place: cfg.data.epochs is None or order.find(place) is not None,
+        has=lambda place: epochs is None or order.find(place) is not None,
         release=order.release,
     )
 

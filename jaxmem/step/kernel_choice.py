@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from jaxmem.config import Config, Decoder, Precision, Vit
+from jaxmem.config import Config, Decoder, Optimizer, Precision, Vit
 from jaxmem.errors import UserError, unsupported
 from jaxmem.kernels.support import Request, attention_refusal, experts_refusal, triton_refusal
 from jaxmem.quant.precision import compute_dtype
@@ -65,7 +65,7 @@ def kernel_choices(
     return KernelChoices(
         attention_choice(cfg, platform, capability, failures.get(ATTENTION, NONE_FAILED)),
         _experts_choice(cfg, platform, capability, failures.get(EXPERTS, NONE_FAILED)),
-        _update_choice(cfg, capability, failures.get(UPDATE, NONE_FAILED)),
+        _update_choice(cfg.optimizer, cfg.precision, capability, failures.get(UPDATE, NONE_FAILED)),
     )
 
 
@@ -189,16 +189,17 @@ def _expert_blocks(precision: Precision, model: Decoder, tensor: int, is_exact: 
             yield inputs, math.gcd(block_size_of(inputs, precision, is_exact=is_exact), inputs // parts)
 
 
-def _update_choice(cfg: Config, capability: int | None, failed: Mapping[str, str]) -> Choice | None:
+def _update_choice(
+    optimizer: Optimizer, precision: Precision, capability: int | None, failed: Mapping[str, str]
+) -> Choice | None:
     """The choice for updates of 8-bit Adam's state and of int8 weights, or None if the config has neither."""
-    precision = cfg.precision
-    has_state = cfg.optimizer.name == "adamw8bit"
+    has_state = optimizer.name == "adamw8bit"
     has_weights = precision.parameters == "int8"
     if not has_state and not has_weights:
         return None
     kind = " and ".join(["adamw8bit"] * has_state + ["int8 weights"] * has_weights)
-    if cfg.optimizer.kernel != "auto":
-        return Choice(cfg.optimizer.kernel, UPDATE, kind)
+    if optimizer.kernel != "auto":
+        return Choice(optimizer.kernel, UPDATE, kind)
     refusal = failed.get("triton") or triton_refusal(capability)
     if has_weights and not precision.stochastic_rounding:
         refusal = f"triton does not support precision.rounding={precision.rounding}"

@@ -26,7 +26,7 @@ import jax
 from etils import epath
 
 from jaxmem.checkpoint.paths import move_aside
-from jaxmem.config import Config, Decoder
+from jaxmem.config import Decoder
 from jaxmem.config.load import save_config
 from jaxmem.distributed.agree import any_process, gather_objects
 from jaxmem.errors import UserError
@@ -70,14 +70,14 @@ def run_lock(output: str | Path, name: str, key: str = "output") -> Iterator[str
             os.close(lock)
 
 
-def locked_places(cfg: Config) -> dict[str, str]:
+def locked_places(output: str, checkpoints: str | None) -> dict[str, str]:
     """The setting and the directory of each place in which a run is locked: that of its files and, unless it is a
     bucket, that of its checkpoints, which runs with another `output` may share. They are those of process 0, which has
     the locks, because links may lead elsewhere on another host."""
-    places = {"output": cfg.output, "checkpoint.path": cfg.checkpoint.path or cfg.output}
+    places = {"output": output, "checkpoint.path": checkpoints or output}
     local = {key: place for key, place in places.items() if "://" not in place}
     differ = len(set(map(os.path.realpath, local.values()))) == len(local)
-    return gather_objects(local if differ else {"output": cfg.output})[0]
+    return gather_objects(local if differ else {"output": output})[0]
 
 
 def _acquire(path: Path) -> int:

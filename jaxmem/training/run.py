@@ -127,7 +127,7 @@ def run(
         )
     with requeued_before_training(), ExitStack() as locks:
         _refuse_other_configs(cfg)
-        for key, place in locked_places(cfg).items():
+        for key, place in locked_places(cfg.output, cfg.checkpoint.path).items():
             if warning := locks.enter_context(run_lock(place, cfg.name, key)):
                 say(warning)
         return _run(cfg, devices)
