@@ -66,9 +66,9 @@ def test_the_curve_of_batch_sizes() -> None:
     assert {8, 16, 32, 40, 48} <= {one.value for one in found.points}
     totals = [one.candidate.total for one in found.points]
     assert totals == sorted(totals)
-    for one, said in zip(found.points, json.loads(json.dumps(found.as_json()))["points"], strict=True):
-        assert said["rate"] == one.rate == pytest.approx(one.value * 64 / one.candidate.seconds)
-        assert f"{one.rate:,.0f}" in found.table()
+    for point, row in zip(found.points, json.loads(json.dumps(found.as_json()))["points"], strict=True):
+        assert row["rate"] == pytest.approx(point.value * 64 / point.candidate.seconds)
+        assert f"{row['rate']:,.0f}" in found.table()
 
 
 @pytest.mark.exhaustive
