@@ -365,7 +365,7 @@ def draw(compared: Sequence[Row], file: Path) -> None:
             axes.annotate(row.method, (row.size, above), textcoords="offset points", xytext=(5, 3), fontsize=8)
         axes.set_title(f"SmolLM2-135M after {STEPS} updates of 1,024 tokens", fontsize=10)
         axes.set_xlabel("weights, gradients and optimizer state, bytes per parameter")
-        axes.set_ylabel("held-out loss above AdamW with the same seed, nats per token")
+        axes.set_ylabel("held-out loss above AdamW, nats per token")
         axes.margins(x=0.15)  # for the names
         axes.grid(alpha=0.3)
 
