@@ -7,12 +7,13 @@
 Everything is imported when it is first used: `import jaxmem` takes milliseconds and does not start jax,
 so that a program can still choose its devices (`jaxmem.simulate(8)`). Without a GPU jax will use the CPU.
 
-The packages: each imports only from those above it (tests/test_house.py), and its `__init__` describes it.
+The packages: each imports only from those above it (tests/test_house.py), and its `__init__` describes it. Only
+`machine.doctor` also runs code of config, kernels and step, in another process.
 `*`: core, what a decoder with AdamW, FSDP and checkpoints needs.
 
       machine      devices, the table of GPUs, files, the terminal
     * config       what a run is; refuses what cannot be
-      kernels      fused operations on plain arrays
+      kernels      fused operations on plain arrays; jaxmem/kernels is a link to the folder kernels/
     * quant        quantized arrays
     * sharding     logical axes to mesh axes; stored weights, and their gathering for computation
     * stack        applying layers: scan, recompute, updates during the backward pass
@@ -33,8 +34,15 @@ The packages: each imports only from those above it (tests/test_house.py), and i
       search       configs that fit a target
       cli          the command line
 
-The core uses few modules of the others; `training.run` chooses the recompute policy by `planning.budget.resolve_remat`,
-compiles the step by `planning.result.plan_program`, and creates the state by `inference.load.initial_state`.
+The core also imports modules of packages without `*`. Besides `machine`:
+
+    kernels       quant, stack, models, optim, step: every fused operation has an implementation in plain JAX
+    pipeline      step/execution.py and checkpoint/saved_state.py: `stages`, the order of the layers
+    adapters      step/model.py, programs.py and initial_weights.py: nothing is added without `adapter`
+    distributed   data/loader.py, checkpoint/manager.py, training: agreement of the processes, also of a single one
+    hf            checkpoint/saved_state.py: `peft`, the frozen weights that are not in a checkpoint
+    inference     training/run.py: `load.initial_state` creates the state, `evaluate.Evaluator` evaluates it
+    planning      training/run.py: `budget.resolve_remat` chooses the recompute policy, `result.plan_program` compiles
 """
 
 import importlib

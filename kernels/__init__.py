@@ -1,8 +1,8 @@
 """Operations on plain arrays, for any program with jax; they import nothing of jaxmem outside of `jaxmem.kernels`.
 
-Each operation has a folder with `reference.py`, which defines the results, the other implementations, the checks of
-their arguments, and the shapes with which they are tested and measured. An operation is imported at its first use, an
-implementation at its first call."""
+Each operation has a folder with its implementations and the checks of their arguments. `reference.py` defines the
+results; those of `grouped_matmul`, which is imported from its folder, are defined by `map_groups`. An operation is
+imported at its first use, an implementation at its first call."""
 
 import importlib
 from typing import Any

@@ -25,7 +25,7 @@ from jaxmem.inference.load import initial_state
 from jaxmem.planning.budget import resolve_remat
 from jaxmem.planning.result import plan_program
 from jaxmem.planning.targets import local_target
-from jaxmem.training.restore import data_fingerprint, newest_of_same_run, restore
+from jaxmem.training.restore import data_fingerprint, newest_of_same_run, newest_state
 
 
 def train(config: str, overrides: Sequence[str] = ()) -> list[float]:
@@ -64,9 +64,12 @@ def run(cfg: jaxmem.Config, *, is_first: bool) -> list[float]:
         jaxmem.Checkpoints(path, cfg.checkpoint.every, cfg.checkpoint.keep) as checkpoints,
     ):
         # The newest checkpoint, or a new state. Every array is created or read sharded.
-        step, state, position = restore(program, checkpoints) or (0, initial_state(program), {})
-        if position:
-            loader.restore(position)
+        if newest := newest_state(program, checkpoints):
+            step, state = newest.step, newest.read_state()
+            loader.restore(newest.position)
+        else:
+            step, state = 0, initial_state(program)
+        del newest  # its arrays that `read_state` reordered would remain in memory
         saved = SavedState(program)
         sources = {"fingerprint": fingerprint} | ({"base": saved.base} if saved.base else {})
 

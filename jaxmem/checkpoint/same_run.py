@@ -34,8 +34,8 @@ STATE_KEYS = {
     "precision.loss_scale": lambda scale: scale in (None, "none"),
 }
 SOURCE_KEYS = (  # files may move
-    "model.hf",  # source of the initial weights, which are in the checkpoint
-    "adapter.base_run",  # the same
+    "model.hf",  # source of the initial weights; those that are not in the checkpoint have their own fingerprint
+    "adapter.base_run",  # source of the initial weights, which are in the checkpoint
     "data.path",  # the fingerprint of the data shows whether files, tokenizer and template are the same
     "data.mixture.*.path",
     "data.tokenizer",

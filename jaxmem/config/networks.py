@@ -266,7 +266,7 @@ class Mlp(ImageInput):
 
 
 class UserModel(Family):
-    """A Flax NNX module that a script passes: `jaxmem.train(cfg, model=...)`."""
+    """A module that a script passes: `jaxmem.train(cfg, model=...)` (Flax NNX) or `network=...` (jaxmem's layers)."""
 
     family: Literal["own"] = setting("own", _FAMILY)
 

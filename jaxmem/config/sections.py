@@ -252,8 +252,10 @@ class Config(Section):
     mesh: Mesh = Mesh()
     rules: Rules = Rules()
     pipeline: Pipeline = Pipeline()
-    zero: Annotated[int, Field(ge=0, le=3)] = setting(
-        3, "what is sharded over mesh.fsdp; 0: nothing, 1: optimizer state, 2: also gradients, 3: also weights"
+    zero: Annotated[int, Field(ge=0, le=3)] = setting(  # the tables of each value: `sharding.table.make_tables`
+        3,
+        "what is sharded over mesh.fsdp, mesh.expert and mesh.context; 0: nothing, 1: optimizer state, 2: also"
+        " gradients, 3: also weights",
     )
     precision: Precision = Precision()
     memory: Memory = Memory()

@@ -33,7 +33,7 @@ class ModelParts(TypedDict, total=False):
     Flax module, or several, which are computed as a stack. `loss(model, batch)` returns the loss of the rows of a
     micro-batch, or (loss, metrics), as does `loss_with_keys(model, batch, keys)`, with a random key for each row. It
     gets all rows of a micro-batch, from all devices; an update follows the mean over micro-batches. A Flax model gets
-    floating-point arrays, also targets, in the compute dtype.
+    floating-point arrays, also targets, in the compute dtype; the mask of data from the config is not cast.
     """
 
     model: Callable[..., nnx.Module] | None

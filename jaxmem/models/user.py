@@ -7,14 +7,18 @@ The path of `train(cfg, model=..., loss=..., axes=..., layers=...)`, in order:
    `objective.name: own`, by `_sums_of_user`).
 2. `step.model.ModelSpec.flax_model` traces the module, with its lists of blocks stacked (`user_layers.stack_lists`).
    `FlaxModel.of` takes its structure, and the axes of its variables from `axes_by_rule`.
-3. `step.initial_weights.InitialWeights.new_base` builds it again with the key of the run; `store_flax` stores a weight.
-4. In the step, `FlaxModel.bind` returns the module with gathered weights, a `FlaxNetwork`.
-5. `step.objective._sums_of_user` calls the loss with `FlaxNetwork.prepared`, in which each stack is a `Blocks`.
-6. The call of the first block of `Blocks` computes all of its layers (`stack.apply.apply_call`).
+3. `StepSpec.state` shards each variable by `Layout.sharding("weights", axes)`: a dimension with the axis `embed` over
+   the mesh axes in the row `embed` of `sharding.table.make_tables`.
+4. `step.initial_weights.InitialWeights.new_base` builds it again with the key of the run; `store_flax` stores a weight.
+5. In the step, `FlaxModel.bind` returns the module with gathered weights, a `FlaxNetwork`.
+6. `step.objective._sums_of_user` calls the loss with `FlaxNetwork.prepared`, in which each stack is a `Blocks`.
+7. The call of the first block of `Blocks` computes all of its layers (`stack.apply.apply_call`).
 
-Their weights are sharded by a rule: over `mesh.fsdp`, along the largest dimension whose size is divisible. `bind`
-gathers all weights outside of stacks in the compute dtype, and the backward pass reads them again: with ZeRO-3 each
-device then holds the complete model in the compute dtype. The layers of a stack are gathered one at a time.
+Weights have the axes that they declare, else those of `axes=`. The others are sharded by a rule: over `mesh.fsdp` and
+`mesh.context`, along the largest dimension whose size is divisible; vectors, and weights without such a dimension, are
+replicated. `bind` gathers all weights outside of stacks in the compute dtype, and the backward pass reads them again:
+with ZeRO-3 each device then holds the complete model in the compute dtype. The layers of a stack are gathered one at a
+time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Lists of equal blocks in the modules of a script, computed as stacks of layers.
 
 `stack_lists` replaces a list by one block whose variables are stacked along a first axis. In a pass over a batch the
-list is a `Blocks`: the call of the first block computes all blocks by `stack.apply_call`, so that recompute,
+list is a `Blocks`: the call of the first block computes all blocks by `stack.apply.apply_call`, so that recompute,
 offloading, `update: during` and dequantization work layer by layer. The calls of the other blocks return this result.
 This equals the loop of the script if each block receives the output of the block before and the same other arguments,
 and if nothing else uses the outputs in between, which is checked.

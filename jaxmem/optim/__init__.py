@@ -4,9 +4,13 @@ AdamW in float32 stores two moments per parameter: with the weight and the gradi
 optimizers store less; each module documents its memory and cost. A module is imported when one of its names is first
 used.
 
-A new optimizer is a file in `rules/` (a `MatrixRule`, see `layers.py`, and the public function) and a line in
-`config/optimizers.py`, with its hyperparameters; docs/contributing.md has a complete example. A hyperparameter that
-changes the arrays of the state is named in `checkpoint/same_run.py`. From a script: `jaxmem.register_optimizer`.
+A new optimizer (docs/contributing.md has a complete example; from a script: `jaxmem.register_optimizer`):
+
+1. A file in `rules/`: a `MatrixRule` (layers.py), `scale_by_NAME`, and the public function, `NAME`, with weight decay
+   and learning rate.
+2. config/optimizers.py: a line in `OPTIMIZERS`, and the class of its settings, whose defaults are the hyperparameters.
+3. A new hyperparameter is also a field of `config.optimizers.Optimizer`, with the default None.
+4. If it changes the arrays of the state, it is in `FIXED_KEYS` or `STATE_KEYS` of checkpoint/same_run.py.
 """
 
 from importlib import import_module

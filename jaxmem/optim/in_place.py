@@ -64,8 +64,9 @@ def update_layers(function: LayerFunction, stack: Tree, read_only: Tree, axis: s
 
 def gather_in_place(old: Tree, new: Tree, axes: AxesTree) -> Tree:
     """The new weights, sharded like stored weights. `axes`: the axes of the arrays of both trees. If each device has
-    updated only its shard (ZeRO 1 and 2), one layer of every stack at a time is gathered and written over the old
-    weights, so that no device stores the old and the new weights together."""
+    updated a smaller shard than it stores (ZeRO 1 and 2; ZeRO 3 with `rules.optimizer`), one layer of every stack at a
+    time is gathered and written over the old weights, so that no device stores the old and the new weights together.
+    """
     layout = current()
     if layout is None:
         return new

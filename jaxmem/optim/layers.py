@@ -1,4 +1,6 @@
-"""Optimizers are written for one matrix (`MatrixRule`); `by_layer` applies them to each layer of a stack.
+"""Optimizers that are written for one matrix (`MatrixRule`); `by_layer` applies them to each layer of a stack.
+
+AdamW, Adam, SGD and Lion are transformations of optax instead, elementwise over any array (rules/plain.py).
 
 A weight [layer, m, n] is a stack of matrices; a rule sees one layer, with the rank, rows and norms of one matrix.
 `by_layer` turns a rule into an optax transformation. It loops over the layers and overwrites the old state and the

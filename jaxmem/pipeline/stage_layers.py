@@ -34,7 +34,7 @@ class LayersOfStage:
     pipeline: Pipeline
     weights: Tree
     proxies_of: ProxiesOf
-    visitor: Visitor | None = None
+    visitor: Visitor[Tree] | None = None
 
 
 class Gradients(NamedTuple):

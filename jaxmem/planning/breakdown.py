@@ -1,9 +1,9 @@
 """The memory of one device at its peak: every buffer of a compiled program, named and classified.
 
 Arguments are known by their paths. A temporary is classified by the inputs that it was computed from (`origins`), the
-pass that computed it, and the purpose in its name (`kernels.scopes`). A value of the backward pass that has none of
-these, but the shape of a gradient, is a gradient too. Nothing is estimated: the categories are sums of buffers, and
-bytes outside of all buffers (gaps between buffers, tables of pointers) are `other`.
+pass that computed it, and the purpose in its name (`kernels.scopes`). A value from the batch, after the forward pass
+and without a purpose, that has the shape of a gradient is one too. Nothing is estimated: the categories are sums of
+buffers, and bytes outside of all buffers (gaps between buffers, tables of pointers) are `other`.
 """
 
 import math

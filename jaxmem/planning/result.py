@@ -89,7 +89,8 @@ class Plan(Printed):
 
     @cached_property
     def bytes_per_device(self) -> dict[str, int]:
-        """Bytes of the training step by category. Every category except `other` is a sum of named buffers."""
+        """Bytes of the training step by category. Every category except `other` is a sum of named buffers: arguments by
+        their paths (`Breakdown.permanent`), temporaries at the peak by what computed them (`Breakdown.classify`)."""
         categories = {category: sum(self.breakdown.kinds.get(category, {}).values()) for category in CATEGORIES}
         total = self.compiled_step.total
         return {**categories, "other": total - sum(categories.values()) + categories["other"], "total": total}

@@ -6,8 +6,8 @@ q.nbytes, q.shape, q.dequantize(jnp.bfloat16)
 The main places where a QTensor is dequantized:
 
     user                      function                                  when
-    frozen weight             models.linear.dequantizing_matmul         in the forward and again in the backward pass
-    trained weight            sharding.gathering.gather_with_input      after the all-gather (FP8: `gather_encoded`)
+    frozen weight (1)         models.linear.dequantizing_matmul         in the forward and again in the backward pass
+    other weights (2)         sharding.gathering.gather_with_input      after the all-gather
     embedding                 models.embedding.take_rows                only the rows that are looked up
     output matrix, in slices  models.cross_entropy.SlicedLoss.fetch     one slice at a time
     frozen experts            models.mixture._linear                    one expert at a time
@@ -17,6 +17,9 @@ The main places where a QTensor is dequantized:
     optimizer state           optim.rules.quantized.Quantized.update    before the rule
     KV cache                  models.kv_cache.CacheSlot.attend          one layer at a time
     saved activations         stack.remat.decode                        in the backward pass
+
+(1) In a training step: a `StoredWeight` without proxy. (2) Trained, and every weight outside of training; with
+`fp8_scaling: tensor` the function is `gather_encoded`.
 
 A frozen QTensor has no gradient. A trained one is paired with zeros that receive its gradient
 (`sharding.weights.StoredWeight`); the backward pass of `gather_with_input` returns this gradient, and

@@ -109,9 +109,11 @@ def make_tables(zero: int, indivisible: Collection[str] = (), section: Rules = D
     it (norms, biases) are replicated. gathered: not over these STORAGE_AXES, except for experts. Devices along them
     compute with the same weights, except for experts.
 
-    No other code of the step reads the stage. Two functions compare tables: `optim.in_place.gather_in_place` gathers
-    updated weights (optimizer, weights), and `Layout.local_gradient_axes` are those over which each device accumulates
-    gradients of its own rows (activations, gradients and compute).
+    In the step only `tables_for` also reads the stage, for `rules.optimizer`. Code that depends on it compares tables:
+    `optim.in_place.gather_in_place` gathers updated weights (optimizer, weights), `Layout.local_gradient_axes` are
+    those over which each device accumulates gradients of its own rows (activations, gradients and compute),
+    `gathering._delays` delays the gradient of x until that of the weight is reduce-scattered (gradients, compute), and
+    `arrays.row_major_if_gathered` sets the memory layout between two roles.
 
     `indivisible` names logical axes that are not divisible by `tensor`: key and value heads are then replicated, and a
     vocabulary is stored replicated and padded in the computation. Layers that `tensor` does not shard use replicated

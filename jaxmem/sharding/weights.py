@@ -7,11 +7,12 @@ weight, and return its gradient as the gradient of the zeros. XLA removes the ze
     proxies = differentiable(params, jnp.bfloat16)
     grads = jax.grad(lambda proxies: loss(with_gradients(params, proxies)))(proxies)
 
-Of a stack of layers only some may be trainable (`layers`). `stack.apply_call` divides it into ranges of layers in
-which every weight is either trainable or frozen.
+Of a stack of layers only some may be trainable (`layers`). `stack.apply.apply_call` divides it into ranges of
+layers in which every weight is either trainable or frozen.
 
-A `HookedWeight` applies a function to its gradient. For stacked weights this happens in the backward pass of each
-layer, where `apply_hooks` is called.
+A `HookedWeight` applies a function to its gradient, where `apply_hooks` is called. For stacked weights this is in each
+layer (`stack.apply.stack_call`), so the function is applied in the backward pass of the layer; if it is `in_place`, by
+`stack.apply._scan_with_hooks`.
 
 Code that computes with a weight asks `stored_of`, `proxy_of` and `frozen_of`, also for plain arrays.
 
@@ -227,8 +228,8 @@ def store(w: Float[Array, "*shape"], axes: Axes, storage: Storage, blocks_along:
     """Returns a new weight, or one layer of it, in the form in which it is stored between steps.
 
     Matrices are quantized in blocks along `blocks_along`, by default the dimension that a matmul sums over (`in` of
-    [in, out]); matrices [vocab, embed] always along `embed`. Vectors, routers, and matrices with fewer than 16
-    values per column, stay in float32. Optimizers treat a quantized weight as bfloat16.
+    [in, out]); matrices [vocab, embed] always along `embed`. With a quantized format, vectors, routers, and matrices
+    with fewer than 16 values per column, stay in float32. Optimizers treat a quantized weight as bfloat16.
     """
     stored = _convert(w, axes, storage, blocks_along)
     return to_host(stored) if storage.on_host and is_matrix(axes) else stored

@@ -12,6 +12,7 @@ sum. Activations are saved for all micro-batches; the intermediates of a layer e
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,17 +33,20 @@ Derivative = Callable[[Tree], tuple[Tree, Tree]]
 # weights of a layer -> the arrays to differentiate with respect to; None for frozen weights
 ProxiesOf = Callable[[Tree], Tree]
 
+Carry = TypeVar("Carry")  # what a visitor passes from layer to layer
+
 
 @dataclass(frozen=True)
-class Visitor:
+class Visitor(Generic[Carry]):
     """Receives the gradient of each layer in a backward pass."""
 
-    begin: Tree  # the first carry
-    weights: Callable[[Tree], Tree]  # carry -> the stacked weights
-    visit: Callable[[Tree, jax.Array, Tree, Tree], Tree]  # (carry, layer, weight gradient, result of `fetch`) -> carry
+    begin: Carry  # the first carry
+    weights: Callable[[Carry], Tree]  # carry -> the stacked weights, of which some layers are updated already
+    # (carry, layer, gradient of the weights of the layer, result of `fetch`) -> carry
+    visit: Callable[[Carry, jax.Array, Tree, Tree], Carry]
     # (carry, layer) -> what `visit` receives. It is called before the gradient of the layer is computed, so that the
     # copies it starts overlap with that computation.
-    fetch: Callable[[Tree, jax.Array], Tree] = lambda *_: None
+    fetch: Callable[[Carry, jax.Array], Tree] = lambda *_: None
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,20 @@ class ForwardPass(ABC):
     y: Tree
     micro: int  # number of micro-batches; rows are in the order of `merge_micro_batches`
 
-    def backward(self, g: Tree, visitor: Visitor) -> tuple[Tree, Tree]:
-        """Returns the last carry of the visitor and the gradient of the stack's input x."""
+    def backward(self, g: Tree, visitor: Visitor[Carry]) -> tuple[Carry, Tree]:
+        """Returns the last carry of the visitor and the gradient of the stack's input x. `g`: that of its output.
+
+        The loop; weights in host memory are copied one layer ahead, and `dw` is the sum over micro-batches:
+
+            carry = visitor.begin
+            for layer in reversed(range(layers)):
+                weights = visitor.weights(carry)[layer]
+                saved, ahead = _read(layer, ahead)  # saved by the forward pass, or recomputed
+                fetched = visitor.fetch(carry, layer)
+                dw, g = _gradients(weights, saved, g)
+                carry = visitor.visit(carry, layer, dw, fetched)
+            return carry, g
+        """
         layers = self.call.layers
         rows = self.call.rows
         shared = split_micro_batches(self.call.shared, self.micro, rows)

@@ -16,7 +16,8 @@ programs.py         Program: the functions that `plan` and `train` compile
 With `memory.update: during`:
 
 update_during.py     one update: forward, then backward through the parts of the network, updating each of them
-parts.py             the parts of a network and of its loss, also of the model of a script
+parts.py             the parts of a network and of its loss, also of the model of a script; also for pipeline.py, and
+                     for the gradients of a script's loss in step.py
 update_piecewise.py  the update of stacks layer by layer, and of matrices slice by slice; also for
                      `memory.offload: optimizer`
 """

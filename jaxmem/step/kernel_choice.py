@@ -1,9 +1,16 @@
 """The implementation of each operation that has a fused kernel: what `auto` means, and why.
 
-`auto` is the first implementation that supports the calls of the run (`jaxmem.kernels.support` has the refusals). The
-communication of attention over `context` (`mesh.context_method`) is chosen together with attention
-(context_methods.py). The network receives the choices as `ExecutionSpec.of_network`, and its layers pass them to an
-operation, such as `kernels.attention(..., implementation="cudnn")`. A run checks them first: kernel_check.py.
+From the setting to the call, for `memory.attention`, `memory.experts` and `optimizer.kernel`:
+
+1. `kernel_choices` has a `Choice` for each. `auto` is the first implementation that supports the calls of the run and
+   the GPU (`jaxmem.kernels.support` has the refusals). The communication of attention over `context`
+   (`mesh.context_method`) is chosen together with attention (context_methods.py).
+2. A run checks the choices first (`kernel_check.with_passing_kernels`). If one fails, the next choice replaces `auto`
+   in its config; a failure of an implementation that the config names is an error.
+3. `ExecutionSpec.kernels` has the choices of the config. The network receives them as `ExecutionSpec.of_network`, the
+   update as `StepSpec.update_kernel`.
+4. The layers pass them to an operation, such as `kernels.attention(..., implementation="cudnn")`. Exception: with a
+   slot of a KV cache, `Attention.__call__` replaces implementations that XLA cannot shard by `blockwise`.
 """
 
 import math
@@ -110,7 +117,7 @@ def attention_choice(
 ) -> Choice | None:
     """The choice for attention, or None without attention. `capability`: that of the GPU (90 for 9.0), or None for a
     CPU. `failed`: implementations that failed their check, and the reasons. Raises UserError if the config names an
-    implementation that does not support the call."""
+    implementation that does not support the call on this GPU; for a CPU a run calls `refuse_gpu_kernels`."""
     call = attention_request(cfg, platform)
     named = cfg.memory.attention
     if call is None:

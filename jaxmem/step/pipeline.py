@@ -264,23 +264,21 @@ def update_in_stages(
             StackUpdate(group, group_state, write, norm, pipeline.stored, stage.first_layer)
             for group, group_state in zip(groups, before, strict=True)
         ]
-        layers = LayerUpdate(stacks)
         trainable_weights = jax.tree.map(
             lambda x, w: None if x is None else w, stack[name], stage.weights, is_leaf=lambda x: x is None
         )
 
-        def weights(carry: Updated) -> Tree:
-            return merge({name: stage.weights}, carry.weights)[name]
+        count = pipeline.stored // pipeline.stages
+        visitor = LayerUpdate(stacks).visitor((name,), stage.weights, {name: trainable_weights}, count)
 
-        def visit(carry: Updated, layer: jax.Array, dw: Tree, _: None) -> Updated:
-            return layers.update_layer(carry, layer, {name: _mean(dw, stage.count)})
+        def visit(carry: Updated, layer: jax.Array, dw: Tree, fetched: None) -> Updated:
+            return visitor.visit(carry, layer, _mean(dw, stage.count), fetched)
 
         def end(carry: Updated) -> tuple[Updated, list[Tree]]:
             stacked, unstacked = _divide(groups, carry.states)
             return carry._replace(states=stacked), unstacked
 
-        begin = layers.initial_carry({name: trainable_weights}, pipeline.stored // pipeline.stages)
-        return Visitor(begin, weights, visit), end
+        return replace(visitor, visit=visit), end
 
     norm = None
     if spec.cfg.needs_global_norm_first:

@@ -53,7 +53,8 @@ class LossScale:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that an update changes and a checkpoint contains."""
+    """The arrays of a run: what an update changes, and frozen weights. A checkpoint contains them, except for frozen
+    weights of `model.hf` (`SavedState.to_save`)."""
 
     step: jax.Array  # number of updates so far
     params: Params

@@ -5,7 +5,7 @@ divided by the number of devices over which it is sharded. A scan over micro-bat
 buffer, so activations exist for one micro-batch at a time, for any batch size. Pipeline stages process all
 micro-batches in one pass.
 
-In order, with the function that does it:
+In order, with the function that does it (training/run.py follows a batch to the step and its metrics from there):
 
 1. Loss: `Objective` (objective.py) runs the parts of the network, of which the stacks of layers are applied by
    `stack.apply.apply_call`, then the output projection and the loss. It returns sums over tokens or rows.
@@ -13,12 +13,12 @@ In order, with the function that does it:
    gradient's dtype in place of weights that may be quantized or sharded (`sharding.weights`). The network reads its
    weights, and gathers or dequantizes them, where it uses them (`sharding.gathering.gather`). Several micro-batches:
    `gradients.accumulate`; pipeline stages: `pipeline.pipeline_gradients`.
-3. Norms: `BackwardOrder.squared_norms` has one for each layer, for the norm of the gradient and for the name of the
-   first gradient that is not finite.
+3. Norms: `BackwardOrder.squared_norms` has one for each weight, in a stack one for each layer, for the norm of the
+   gradient and for the name of the first gradient that is not finite.
 4. Metrics: `_metrics`, the sums divided by their count. They need the weights and the state before the update.
 5. Update: `_update` applies the optimizer (`ParameterGroup.compute_updates`): clipping, the rule, weight decay and
    learning rate. `optim.apply_updates` adds the result to the weights, and `gather_in_place` gathers them if each
-   device updates only its shard (zero 1 and 2).
+   device updates a smaller shard than it stores (zero 1 and 2; zero 3 with `rules.optimizer`).
 
 `memory.update: during` has 1, 2, 3 and 5 in one backward pass: update_during.py.
 """

@@ -2,9 +2,10 @@
 
 The backward pass goes through the layers from the last to the first. A layer's gradient is computed, its weights and
 its part of the optimizer state are read, updated and written in place, and the gradient is freed. With P parameters in
-N layers, gradients take P / N values instead of P, for any optimizer; the results are identical to updating after the
-backward pass (Lv et al., arXiv:2306.09782). With micro-batches, a layer is backpropagated through all of them before
-it is updated.
+N layers, gradients take P / N values instead of P, for any optimizer (Lv et al., arXiv:2306.09782). The results equal
+those of updating after the backward pass up to rounding: here the loss is divided by its count before the backward
+pass, there the gradients after it. With micro-batches, a layer is backpropagated through all of them before it is
+updated.
 
 The parts of a decoder (`Decoder.parts`, then `Objective.loss_parts`), what `_run_parts` makes of them in the forward
 pass, and what updates their parameters:
@@ -29,7 +30,8 @@ An update (`update_during_backward`), in the order in which it is computed:
    (clipping by the global norm): a backward pass that discards the gradients.
 3. `ForwardByParts.loss_gradients`, and the update of `last_parameters`.
 4. `ForwardByParts.backward`: back through the parts. `stack.reverse.ForwardPass.backward` loops over the layers of a
-   stack from the last one: it computes the gradient of a layer and passes it to `LayerUpdate.update_layer`.
+   stack from the last one: it computes the gradient of a layer and passes it to `LayerUpdate.visitor`, which updates
+   the layer.
 5. Other parameters outside of layers, then embedding and output matrices, slice by slice (`VocabUpdate`): the gradient
    of a matrix that no function uses never exists completely.
 
@@ -118,20 +120,12 @@ class _Updates:
         """Backward through a stack, updating its layers. Maps the output gradient to the input gradient."""
         layers = stack.result.call.layers
         opt_state = self.before.opt_state
-        update = LayerUpdate(
-            [
-                StackUpdate(group, group.state(opt_state), self.write, self.norm, layers)
-                for group in self.groups[stack.path]
-            ]
-        )
-
-        def weights(carry: Updated) -> Tree:
-            return merge(stack.result.call.weights, subtree(carry.weights, stack.path))
-
-        def visit(carry: Updated, layer: jax.Array, dw: Tree, fetched_states: list[Tree] | None) -> Updated:
-            return update.update_layer(carry, layer, nest(stack.path, dw), fetched_states)
-
-        visitor = Visitor(update.initial_carry(stack.trainable, layers), weights, visit)
+        stacks = [
+            StackUpdate(group, group.state(opt_state), self.write, self.norm, layers)
+            for group in self.groups[stack.path]
+        ]
+        update = LayerUpdate(stacks)
+        visitor = update.visitor(stack.path, stack.result.call.weights, stack.trainable, layers)
         if self.spec.offloads("optimizer"):  # the state of a layer is copied while its gradient is computed
             visitor = replace(visitor, fetch=update.fetch)
         return stack.result.backward(g, visitor)

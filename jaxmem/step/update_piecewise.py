@@ -32,8 +32,9 @@ from jaxmem.sharding.arrays import constrain, map_layers, row_major_if_gathered
 from jaxmem.sharding.gathering import stored_axes
 from jaxmem.sharding.host import fetch_from_host, is_on_host, put_layer, send_like, take_layer
 from jaxmem.sharding.table import Axes, Role, axis_name, is_axes, is_stacked
-from jaxmem.sharding.trees import merge, select, single_weights
+from jaxmem.sharding.trees import Path, merge, nest, select, single_weights, subtree
 from jaxmem.sharding.weights import Weight, is_encoded
+from jaxmem.stack.reverse import Visitor
 from jaxmem.step.state import StepSpec
 from jaxmem.typing import Tree
 
@@ -164,10 +165,25 @@ class LayerUpdate:
 
     stacks: Sequence[StackUpdate]  # one per weight
 
-    def initial_carry(self, weights: Tree, layers: int) -> Updated:
-        """The carry before the first update, for a part of `layers` layers."""
-        zeros = jax.tree.map(lambda _: jnp.zeros(layers, jnp.float32), weights, is_leaf=is_encoded)
-        return Updated(weights, [stack.before for stack in self.stacks], zeros)
+    def visitor(self, path: Path, weights: Tree, trainable: Tree, layers: int) -> Visitor[Updated]:
+        """Updates each layer of a stack as soon as a backward pass has its gradient.
+
+        Args:
+            path: of the stack in the parameter tree.
+            weights: all weights of the stack before the update.
+            trainable: its trainable weights, at `path`.
+            layers: number of layers in `weights`.
+        """
+
+        def updated_weights(carry: Updated) -> Tree:
+            return merge(weights, subtree(carry.weights, path))
+
+        def visit(carry: Updated, layer: jax.Array, dw: Tree, fetched_states: list[Tree] | None) -> Updated:
+            return self.update_layer(carry, layer, nest(path, dw), fetched_states)
+
+        squares = jax.tree.map(lambda _: jnp.zeros(layers, jnp.float32), trainable, is_leaf=is_encoded)
+        begin = Updated(trainable, [stack.before for stack in self.stacks], squares)
+        return Visitor(begin, updated_weights, visit)
 
     def fetch(self, carry: Updated, layer: jax.Array) -> list[Tree]:
         """The state of one layer, copied from host memory."""

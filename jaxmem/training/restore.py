@@ -47,54 +47,48 @@ class SavedRecord(NamedTuple):
 def newest_of_same_run(built: Program, directory: Path, path: epath.Path, fingerprint: str) -> SavedRecord | None:
     """The record of the newest checkpoint; None without checkpoints. Refuses a checkpoint if its config differs in
     fields that must not change."""
-    latest = _read_latest(path)
-    if latest is None:
+    newest = _read_newest(path)
+    if newest is None:
         return None
-    before = load_config(latest.config).model_dump(mode="json")  # adds settings that did not exist when it was saved
+    before = load_config(newest.config).model_dump(mode="json")  # adds settings that did not exist when it was saved
     after = built.cfg.model_dump(mode="json")
-    refuse_changes(before, after, directory, (latest.position["fingerprint"], fingerprint))
-    SavedState(built).check_base(latest.position, directory)
-    return latest._replace(config=before)
+    refuse_changes(before, after, directory, (newest.position["fingerprint"], fingerprint))
+    SavedState(built).check_base(newest.position, directory)
+    return newest._replace(config=before)
 
 
 def resume_if_started_again(cfg: Config, path: epath.Path) -> Config:
     """The config with `checkpoint.resume: auto` if this job has saved the checkpoints, and is started again: `never` is
     about its first start."""
-    if cfg.checkpoint.resume == "auto" or (latest := _read_latest(path)) is None:
+    if cfg.checkpoint.resume == "auto" or (newest := _read_newest(path)) is None:
         return cfg
-    is_own = not set(jobs(started_again=True)).isdisjoint(latest.position.get("jobs", []))
+    is_own = not set(jobs(started_again=True)).isdisjoint(newest.position.get("jobs", []))
     return cfg.replace(checkpoint={"resume": "auto"}) if is_own else cfg
 
 
-def _read_latest(path: epath.Path) -> SavedRecord | None:
+def _read_newest(path: epath.Path) -> SavedRecord | None:
     if not all(gather_objects(path.is_dir())):
         return None
     with Checkpoints(path, read_only=True) as checkpoints:
-        latest = checkpoints.read_latest()
-    return None if latest is None else SavedRecord(*latest)
-
-
-def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, JsonDict] | None:
-    """Step, state and data position of the newest complete checkpoint."""
-    newest = newest_state(built, checkpoints)
-    return None if newest is None else (newest.step, newest.read_state(), newest.position)
+        newest = checkpoints.read_newest()
+    return None if newest is None else SavedRecord(*newest)
 
 
 class NewestState(NamedTuple):
     """The newest complete checkpoint."""
 
     step: int
-    read_state: Callable[[], TrainState]
+    read_state: Callable[[], TrainState]  # also reads the frozen base, which is not in the checkpoints
     position: JsonDict  # in the data
 
 
 def newest_state(built: Program, checkpoints: Checkpoints) -> NewestState | None:
-    """Like `restore`, but only `read_state` reads the frozen base, which is not in the checkpoints."""
+    """Restores the newest complete checkpoint; None if there is no checkpoint."""
     saved = SavedState(built)
-    latest = checkpoints.restore_latest(saved.shapes_to_restore)
-    if latest is None:
+    newest = checkpoints.restore_newest(saved.shapes_to_restore)
+    if newest is None:
         return None
-    step, state, position, config = latest
+    step, state, position, config = newest
     return NewestState(step, lambda: saved.complete(state, config), position)
 
 

@@ -2,17 +2,22 @@
 
 From the next batch to its metrics (`_gradients`, `_metrics`, `_update` are in step/step.py):
 
-    `_Loop.run`           takes the next batch of the `Loader`, which `Program.place` copies to the devices
+    `_Loop.run`           takes the next batch of the `Loader`, the rows of this process: {name: array [micro-batches,
+                          rows, sequence]}
+    `Program.place`       copies them to the devices of this process (step/batches.py)
     `plan.executable`     `planning.result.plan_program` compiled it from `Program.lower_step`, that is `step.make_step`
     `_gradients`          differentiates the loss: `Objective`, sums over the batch
     `_metrics`            these sums as means, the norm of the gradient, the learning rate
     `_update`             new weights and optimizer state; with `memory.update: during` see `_update_during`
-    `Telemetry.update`    keeps the metrics until the next step has started; then `Progress` and `Trackers`
+    `Telemetry.update`    keeps the metrics until the next step has started, so that the devices do not wait; then it
+                          reads them, stops a run that diverges, and passes them to `Progress` and `Trackers`
 
-The run is compiled before anything is allocated: a config that cannot be read or compiled leaves no files. A run writes
+The step is compiled before the state is allocated and `output/name/` is created, so a config that cannot be read or
+compiled leaves nothing there; the lock creates `output/`, and checks of kernels run before. A run writes
 `output/name/`: config.yaml, plan.json, memory.json, metrics.jsonl, checkpoints/. All processes run this function in
-lockstep: each reads its own rows and writes its own shards; process 0 writes and prints everything else. Modules that
-only some runs need (planning, Hugging Face files, evaluation, references) are imported where they are used.
+lockstep: each reads its own rows and writes its own shards; process 0 writes and prints everything else. Planning,
+evaluation and what only some runs need are imported where they are used, so that importing this module reads few
+others (tests/test_house.py).
 """
 
 from __future__ import annotations
@@ -55,7 +60,6 @@ from jaxmem.training.restore import (
     data_fingerprint,
     newest_of_same_run,
     newest_state,
-    restore,
     resume_if_started_again,
 )
 from jaxmem.training.signals import StopSignal, requeued_before_training
@@ -270,9 +274,14 @@ def _begin(job: _Job, checkpoints: Checkpoints, loader: Loader) -> tuple[int, Tr
     from jaxmem.inference.load import initial_state
 
     built = job.built
-    step, state, position = restore(built, checkpoints) or (0, initial_state(built), {})
-    if position:
+    step = 0
+    position: JsonDict = {}
+    if newest := newest_state(built, checkpoints):
+        step, state, position = newest.step, newest.read_state(), newest.position
         loader.restore(position)
+    else:
+        state = initial_state(built)
+    del newest  # its arrays that `read_state` reordered would remain in memory
     sources: JsonDict = {"fingerprint": job.fingerprint, "jobs": jobs()}
     if base := SavedState(built).base:
         sources["base"] = base
