@@ -25,7 +25,7 @@ from jaxmem.inference.load import initial_state
 from jaxmem.planning.budget import resolve_remat
 from jaxmem.planning.result import plan_program
 from jaxmem.planning.targets import local_target
-from jaxmem.training.restore import data_fingerprint, newest_of_same_run, newest_state
+from jaxmem.training.restore import data_fingerprint, latest_of_same_run, latest_state
 
 
 def train(config: str, overrides: Sequence[str] = ()) -> list[float]:
@@ -58,18 +58,18 @@ def run(cfg: jaxmem.Config, *, is_first: bool) -> list[float]:
     directory = Path(cfg.output, cfg.name)
     path = checkpoint_directory(directory, cfg.checkpoint.path, cfg.name)
     fingerprint = data_fingerprint(cfg)
-    newest_of_same_run(program, directory, path, fingerprint)  # refuses checkpoints of other data or another model
+    latest_of_same_run(program, directory, path, fingerprint)  # refuses checkpoints of other data or another model
     with (
         jaxmem.Loader(cfg, rows=program.rows, agree=any_process) as loader,
         jaxmem.Checkpoints(path, cfg.checkpoint.every, cfg.checkpoint.keep) as checkpoints,
     ):
         # The newest checkpoint, or a new state. Every array is created or read sharded.
-        if newest := newest_state(program, checkpoints):
-            step, state = newest.step, newest.read_state()
-            loader.restore(newest.position)
+        if latest := latest_state(program, checkpoints):
+            step, state = latest.step, latest.read_state()
+            loader.restore(latest.position)
         else:
             step, state = 0, initial_state(program)
-        del newest  # its arrays that `read_state` reordered would remain in memory
+        del latest  # its arrays that `read_state` reordered would remain in memory
         saved = SavedState(program)
         sources = {"fingerprint": fingerprint} | ({"base": saved.base} if saved.base else {})
 

@@ -13,7 +13,7 @@ requested sharding, so restoring on another mesh costs no more than on the same 
 stages: layers are then reordered, with one more array at a time in memory.
 
 A run resumes in this order: `same_run.refuse_changes` compares its config with the saved one, which may differ in the
-mesh; `SavedState.shapes_to_restore` has the shapes and the shardings on the present mesh; `Checkpoints.restore_newest`
+mesh; `SavedState.shapes_to_restore` has the shapes and the shardings on the present mesh; `Checkpoints.restore_latest`
 reads into them and compares checksums; `SavedState.complete` reorders layers if the pipeline stages are others, and
 adds frozen weights that are not saved; `Loader.restore` continues at the saved position.
 """

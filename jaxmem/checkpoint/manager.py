@@ -185,7 +185,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self.wait()
         return sorted(self._manager.all_steps())
 
-    def newest(self) -> int | None:
+    def latest(self) -> int | None:
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
@@ -197,8 +197,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         record = read_record(self._path(step))
         return record["position"], record["config"]
 
-    def read_newest(self) -> tuple[int, JsonDict, JsonDict] | None:
-        """Step, data position and config of the newest checkpoint with an undamaged record. `restore_newest` reports
+    def read_latest(self) -> tuple[int, JsonDict, JsonDict] | None:
+        """Step, data position and config of the newest checkpoint with an undamaged record. `restore_latest` reports
         damaged checkpoints."""
         for step in reversed(self.steps()):
             with suppress(DamagedError):
@@ -217,7 +217,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         saved = {name: leaf for name, leaf in leaves.items() if name.startswith("params.")}
         return self._arrays(step, {"params": abstract_params}, saved)["params"]
 
-    def restore_newest(
+    def restore_latest(
         self, abstract_state: AbstractState, report: Callable[[str], None] = say
     ) -> tuple[int, Tree, JsonDict, JsonDict] | None:
         """(step, state, position, config) of the newest complete checkpoint; None if there is no checkpoint.

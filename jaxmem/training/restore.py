@@ -44,37 +44,37 @@ class SavedRecord(NamedTuple):
     config: JsonDict
 
 
-def newest_of_same_run(built: Program, directory: Path, path: epath.Path, fingerprint: str) -> SavedRecord | None:
+def latest_of_same_run(built: Program, directory: Path, path: epath.Path, fingerprint: str) -> SavedRecord | None:
     """The record of the newest checkpoint; None without checkpoints. Refuses a checkpoint if its config differs in
     fields that must not change."""
-    newest = _read_newest(path)
-    if newest is None:
+    latest = _read_latest(path)
+    if latest is None:
         return None
-    before = load_config(newest.config).model_dump(mode="json")  # adds settings that did not exist when it was saved
+    before = load_config(latest.config).model_dump(mode="json")  # adds settings that did not exist when it was saved
     after = built.cfg.model_dump(mode="json")
-    refuse_changes(before, after, directory, (newest.position["fingerprint"], fingerprint))
-    SavedState(built).check_base(newest.position, directory)
-    return newest._replace(config=before)
+    refuse_changes(before, after, directory, (latest.position["fingerprint"], fingerprint))
+    SavedState(built).check_base(latest.position, directory)
+    return latest._replace(config=before)
 
 
 def resume_if_started_again(cfg: Config, path: epath.Path) -> Config:
     """The config with `checkpoint.resume: auto` if this job has saved the checkpoints, and is started again: `never` is
     about its first start."""
-    if cfg.checkpoint.resume == "auto" or (newest := _read_newest(path)) is None:
+    if cfg.checkpoint.resume == "auto" or (latest := _read_latest(path)) is None:
         return cfg
-    is_own = not set(jobs(started_again=True)).isdisjoint(newest.position.get("jobs", []))
+    is_own = not set(jobs(started_again=True)).isdisjoint(latest.position.get("jobs", []))
     return cfg.replace(checkpoint={"resume": "auto"}) if is_own else cfg
 
 
-def _read_newest(path: epath.Path) -> SavedRecord | None:
+def _read_latest(path: epath.Path) -> SavedRecord | None:
     if not all(gather_objects(path.is_dir())):
         return None
     with Checkpoints(path, read_only=True) as checkpoints:
-        newest = checkpoints.read_newest()
-    return None if newest is None else SavedRecord(*newest)
+        latest = checkpoints.read_latest()
+    return None if latest is None else SavedRecord(*latest)
 
 
-class NewestState(NamedTuple):
+class LatestState(NamedTuple):
     """The newest complete checkpoint."""
 
     step: int
@@ -82,14 +82,14 @@ class NewestState(NamedTuple):
     position: JsonDict  # in the data
 
 
-def newest_state(built: Program, checkpoints: Checkpoints) -> NewestState | None:
+def latest_state(built: Program, checkpoints: Checkpoints) -> LatestState | None:
     """Restores the newest complete checkpoint; None if there is no checkpoint."""
     saved = SavedState(built)
-    newest = checkpoints.restore_newest(saved.shapes_to_restore)
-    if newest is None:
+    latest = checkpoints.restore_latest(saved.shapes_to_restore)
+    if latest is None:
         return None
-    step, state, position, config = newest
-    return NewestState(step, lambda: saved.complete(state, config), position)
+    step, state, position, config = latest
+    return LatestState(step, lambda: saved.complete(state, config), position)
 
 
 def check_finite(params: Tree, step: int) -> None:

@@ -58,8 +58,8 @@ from jaxmem.training.restore import (
     SavedRecord,
     check_finite,
     data_fingerprint,
-    newest_of_same_run,
-    newest_state,
+    latest_of_same_run,
+    latest_state,
     resume_if_started_again,
 )
 from jaxmem.training.signals import StopSignal, requeued_before_training
@@ -159,7 +159,7 @@ class _Job:
     directory: Path
     checkpoint_path: epath.Path
     fingerprint: str  # of the data
-    newest: SavedRecord | None  # of the newest checkpoint; None: the run starts from step 0
+    latest: SavedRecord | None  # of the newest checkpoint; None: the run starts from step 0
 
     @property
     def cfg(self) -> Config:
@@ -192,30 +192,30 @@ def _prepare(cfg: Config, devices: Sequence[jax.Device] | None) -> _Job:
     elastic = lines.elastic_line(cfg, built.cfg)
     fingerprint = data_fingerprint(built.cfg)
     is_new = built.cfg.checkpoint.resume == "never"
-    newest = None if is_new else newest_of_same_run(built, directory, checkpoint_path, fingerprint)
-    return _Job(built, target, remat_why, elastic, directory, checkpoint_path, fingerprint, newest)
+    latest = None if is_new else latest_of_same_run(built, directory, checkpoint_path, fingerprint)
+    return _Job(built, target, remat_why, elastic, directory, checkpoint_path, fingerprint, latest)
 
 
 def _finished(job: _Job, loader: Loader | None = None) -> Result | None:
     """The result of a run whose steps are all done or, with a `loader`, whose data has ended; else None."""
     built = job.built
     steps = job.cfg.steps
-    if job.newest is None:
+    if job.latest is None:
         return None
-    if job.newest.step < steps:
+    if job.latest.step < steps:
         if loader is None:
             return None
-        loader.restore(job.newest.position)
+        loader.restore(job.latest.position)
         if not loader.has_ended():
             return None
     with _checkpoints(job) as checkpoints, failing_together():
-        newest = newest_state(built, checkpoints)
-    if newest is None or newest.step < min(job.newest.step, steps):
+        latest = latest_state(built, checkpoints)
+    if latest is None or latest.step < min(job.latest.step, steps):
         return None
     if jax.process_index() == 0:
-        say_text(lines.finished_line(built, job.newest.config, newest.step, job.directory))
-    metrics, held_out = _recorded(job.directory, newest.step)
-    return Result(job.directory, newest.step, metrics, held_out, newest.read_state, built)
+        say_text(lines.finished_line(built, job.latest.config, latest.step, job.directory))
+    metrics, held_out = _recorded(job.directory, latest.step)
+    return Result(job.directory, latest.step, metrics, held_out, latest.read_state, built)
 
 
 def _train(job: _Job, loader: Loader) -> Result:
@@ -276,12 +276,12 @@ def _begin(job: _Job, checkpoints: Checkpoints, loader: Loader) -> tuple[int, Tr
     built = job.built
     step = 0
     position: JsonDict = {}
-    if newest := newest_state(built, checkpoints):
-        step, state, position = newest.step, newest.read_state(), newest.position
+    if latest := latest_state(built, checkpoints):
+        step, state, position = latest.step, latest.read_state(), latest.position
         loader.restore(position)
     else:
         state = initial_state(built)
-    del newest  # its arrays that `read_state` reordered would remain in memory
+    del latest  # its arrays that `read_state` reordered would remain in memory
     sources: JsonDict = {"fingerprint": job.fingerprint, "jobs": jobs()}
     if base := SavedState(built).base:
         sources["base"] = base

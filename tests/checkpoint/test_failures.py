@@ -86,8 +86,8 @@ def test_damage_is_found_and_the_one_before_is_used(
         with pytest.raises(DamagedError, match=f"checkpoint {tmp_path / '3'} is damaged: .+"):
             checkpoints.restore(3, shapes)
         readable = 1 if "position" in damage else 3
-        assert checkpoints.read_newest() == (readable, {"step": readable}, {})
-        found = checkpoints.restore_newest(shapes, report=said.append)
+        assert checkpoints.read_latest() == (readable, {"step": readable}, {})
+        found = checkpoints.restore_latest(shapes, report=said.append)
         assert found is not None
         assert found[0] == 1
         assert bits(found[1]) == bits(filled(shapes, seed=1))
@@ -101,14 +101,14 @@ def test_damage_is_found_and_the_one_before_is_used(
 def test_it_stops_where_all_are_damaged(tmp_path: Path) -> None:
     shapes = {"params": abstract(mesh(1, 1)).params["embed"]}
     with Checkpoints(tmp_path, every=1) as checkpoints:
-        assert checkpoints.restore_newest(shapes) is None
-        assert checkpoints.read_newest() is None
+        assert checkpoints.restore_latest(shapes) is None
+        assert checkpoints.read_latest() is None
         for step in (1, 2):
             checkpoints.save(step, filled(shapes), {}, {})
             checkpoints.wait()
             flip(tmp_path / str(step) / "run/metadata")
         with pytest.raises(DamagedError, match=r"all 2 checkpoints in .* are damaged"):
-            checkpoints.restore_newest(shapes, report=lambda _: None)
+            checkpoints.restore_latest(shapes, report=lambda _: None)
 
 
 @pytest.mark.parametrize("name", ["7", "007", "9" * 23])
@@ -120,7 +120,7 @@ def test_a_directory_that_is_no_checkpoint_is_reported_and_ignored(
         checkpoints.save(1, filled(shapes), {}, {})
     (tmp_path / name).mkdir()
     with Checkpoints(tmp_path, every=1) as checkpoints:
-        found = checkpoints.restore_newest(shapes)
+        found = checkpoints.restore_latest(shapes)
         assert found is not None
         assert found[0] == 1
         assert checkpoints.save(7, filled(shapes), {}, {})
@@ -136,8 +136,8 @@ def test_a_copy_under_a_later_step_is_found(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "1", tmp_path / "50")
     said: list[str] = []
     with Checkpoints(tmp_path, every=1) as checkpoints:
-        assert checkpoints.read_newest() == (1, {}, {})
-        found = checkpoints.restore_newest(shapes, report=said.append)
+        assert checkpoints.read_latest() == (1, {}, {})
+        found = checkpoints.restore_latest(shapes, report=said.append)
         assert found is not None
         assert found[0] == 1
     assert "copy of the checkpoint of step 1" in said[0]
@@ -180,7 +180,7 @@ WRITER = """
 import sys, jax, jax.numpy as jnp
 from jaxmem.checkpoint.manager import Checkpoints
 with Checkpoints(sys.argv[1], every=1, keep=1) as checkpoints:
-    step = checkpoints.newest() or 0
+    step = checkpoints.latest() or 0
     while True:
         step += 1
         state = {f"part{i}": jnp.full((256, 1024), step, jnp.float32) for i in range(4)}
@@ -209,7 +209,7 @@ def test_killed_at_any_moment_a_whole_checkpoint_remains(tmp_path: Path) -> None
                 state, position, _ = checkpoints.restore(step, {f"part{i}": shape for i in range(4)})
                 assert position == {"step": step}
                 assert {float(value) for part in state.values() for value in (part.min(), part.max())} == {step}
-            last = checkpoints.newest()
+            last = checkpoints.latest()
         assert last is not None
         assert last > before
         before = last

@@ -29,7 +29,7 @@ def test_everything_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     shapes = abstract(mesh(4, 2))
     state = filled(shapes)
     with Checkpoints("mit Leerzeichen, é", every=10) as checkpoints:
-        assert checkpoints.newest() is None
+        assert checkpoints.latest() is None
         assert checkpoints.save(10, state, POSITION, CONFIG)
         restored, position, config = checkpoints.restore(10, shapes)
     assert bits(restored) == bits(state)
@@ -125,7 +125,7 @@ def test_kept_are_the_newest_and_the_best(tmp_path: Path) -> None:
             assert checkpoints.steps() == kept
         assert list((directory / ROTATED_DIRECTORY).iterdir()) == []
         with Checkpoints(directory, read_only=True) as checkpoints:
-            assert checkpoints.newest() == 6
+            assert checkpoints.latest() == 6
 
 
 def test_a_new_best_is_saved_whenever_it_is_found(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ KILLED = """
     [
         "gather_objects('alone')",
         "checkpoints.save(2, state, {}, {}, force=True)",
-        "checkpoints.restore_newest(state)",
+        "checkpoints.restore_latest(state)",
     ],
 )
 def test_one_that_is_killed_is_named_by_whoever_goes_on(alone: str, started: Any, program: Any, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def assert_kept(trained, directory):
     with Checkpoints(directory, every=1, keep=1, keep_best=False) as checkpoints:
         checkpoints.save(1, trained.state, {}, {}, None, force=True)
         checkpoints.wait()
-        _, state, *_ = checkpoints.restore_newest(lambda _: trained.built.spec.state)
+        _, state, *_ = checkpoints.restore_latest(lambda _: trained.built.spec.state)
     for one, other in zip(jax.tree.leaves(trained.state), jax.tree.leaves(state), strict=True):
         assert one.sharding == other.sharding
         np.testing.assert_array_equal(one, other)

@@ -124,7 +124,7 @@ def test_processes_come_and_go(place: Path) -> None:
     ]
     stopped = max(row["step"] for row in rows(place, "moved"))
     with Checkpoints(place / "moved" / "checkpoints", read_only=True) as checkpoints:
-        assert checkpoints.newest() == stopped
+        assert checkpoints.latest() == stopped
 
     # One process goes on to the end; and what all of them logged is one run.
     steps = stopped + 2

@@ -162,7 +162,7 @@ def test_the_data_may_end_first(config, capsys, monkeypatch):
     assert f"done: the data ended after step {result.step} of 10000 (data.epochs=1)" in capsys.readouterr().out
     assert result.held_out["loss"] > 0
     with Checkpoints(result.directory / "checkpoints", read_only=True) as checkpoints:
-        assert checkpoints.newest() == result.step
+        assert checkpoints.latest() == result.step
     before = metrics(result.directory)
     assert max(row["step"] for row in before if "loss" in row) == result.step
     saved = load_config(result.directory / "config.yaml")
@@ -264,7 +264,7 @@ def test_sigterm_saves_and_ends_the_run(config, monkeypatch, capfd, evaluate_eve
     assert "run the same command again" in said
     assert 0 < result.step < 10
     with Checkpoints(result.directory / "checkpoints", read_only=True) as checkpoints:
-        assert checkpoints.newest() == result.step
+        assert checkpoints.latest() == result.step
     saved_metrics = read_record(checkpoints.directory / str(result.step))["metrics"]
     assert saved_metrics == ({"loss": 1.0} if evaluate_every == 1 else {})
 
