@@ -25,7 +25,7 @@ from jaxmem.inference.load import initial_state
 from jaxmem.planning.budget import resolve_remat
 from jaxmem.planning.result import plan_program
 from jaxmem.planning.targets import local_target
-from jaxmem.training.restore import data_fingerprint, latest_of_same_run, latest_state
+from jaxmem.training.restore import data_fingerprint, latest_of_same_run, restore
 
 
 def train(config: str, overrides: Sequence[str] = ()) -> list[float]:
@@ -64,12 +64,9 @@ def run(cfg: jaxmem.Config, *, is_first: bool) -> list[float]:
         jaxmem.Checkpoints(path, cfg.checkpoint.every, cfg.checkpoint.keep) as checkpoints,
     ):
         # The newest checkpoint, or a new state. Every array is created or read sharded.
-        if latest := latest_state(program, checkpoints):
-            step, state = latest.step, latest.read_state()
-            loader.restore(latest.position)
-        else:
-            step, state = 0, initial_state(program)
-        del latest  # its arrays that `read_state` reordered would remain in memory
+        step, state, position = restore(program, checkpoints) or (0, initial_state(program), {})
+        if position:
+            loader.restore(position)
         saved = SavedState(program)
         sources = {"fingerprint": fingerprint} | ({"base": saved.base} if saved.base else {})
 

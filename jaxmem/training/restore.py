@@ -74,16 +74,22 @@ def _read_latest(path: epath.Path) -> SavedRecord | None:
     return None if latest is None else SavedRecord(*latest)
 
 
+def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, JsonDict] | None:
+    """Step, state and data position of the newest complete checkpoint; None if there is no checkpoint."""
+    latest = latest_state(built, checkpoints)
+    return None if latest is None else (latest.step, latest.read_state(), latest.position)
+
+
 class LatestState(NamedTuple):
     """The newest complete checkpoint."""
 
     step: int
-    read_state: Callable[[], TrainState]  # also reads the frozen base, which is not in the checkpoints
+    read_state: Callable[[], TrainState]
     position: JsonDict  # in the data
 
 
 def latest_state(built: Program, checkpoints: Checkpoints) -> LatestState | None:
-    """Restores the newest complete checkpoint; None if there is no checkpoint."""
+    """Like `restore`, but the frozen base is read only by `read_state`."""
     saved = SavedState(built)
     latest = checkpoints.restore_latest(saved.shapes_to_restore)
     if latest is None:

@@ -60,6 +60,7 @@ from jaxmem.training.restore import (
     data_fingerprint,
     latest_of_same_run,
     latest_state,
+    restore,
     resume_if_started_again,
 )
 from jaxmem.training.signals import StopSignal, requeued_before_training
@@ -274,14 +275,9 @@ def _begin(job: _Job, checkpoints: Checkpoints, loader: Loader) -> tuple[int, Tr
     from jaxmem.inference.load import initial_state
 
     built = job.built
-    step = 0
-    position: JsonDict = {}
-    if latest := latest_state(built, checkpoints):
-        step, state, position = latest.step, latest.read_state(), latest.position
+    step, state, position = restore(built, checkpoints) or (0, initial_state(built), {})
+    if position:
         loader.restore(position)
-    else:
-        state = initial_state(built)
-    del latest  # its arrays that `read_state` reordered would remain in memory
     sources: JsonDict = {"fingerprint": job.fingerprint, "jobs": jobs()}
     if base := SavedState(built).base:
         sources["base"] = base
