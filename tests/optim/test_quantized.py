@@ -37,17 +37,40 @@ def test_nearly_every_number_is_a_code(name):
     assert quantized >= 0.95 * sum(sizes.values())
 
 
+def updates_in_float64(grads):
+    """Adam's update of w for each gradient."""
+    m = v = 0.0
+    for count, g in enumerate(grads, 1):
+        g = np.asarray(g["w"], np.float64)
+        m = 0.9 * m + 0.1 * g
+        v = 0.95 * v + 0.05 * g * g
+        yield m / (1 - 0.9**count) / (np.sqrt(v / (1 - 0.95**count)) + 1e-8)
+
+
 def test_quantized_adam_follows_adam():
     """Against float64: the error of an update is that of its codes."""
     params = {"w": normal(32, 2048)}
     grads = gradients(params, 5)
     said, _ = updates(optim.scale_by_adam8bit(), params, grads)
-    m = v = np.zeros((32, 2048))
-    for count, (g, u) in enumerate(zip(grads, said, strict=True), 1):
-        g = np.asarray(g["w"], np.float64)
-        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
-        exact = m / (1 - 0.9**count) / (np.sqrt(v / (1 - 0.95**count)) + 1e-8)
+    for count, (exact, u) in enumerate(zip(updates_in_float64(grads), said, strict=True), 1):
         assert np.abs(u["w"] - exact).mean() < (1e-5 if count == 1 else 0.02) * np.abs(exact).mean()
+
+
+@pytest.mark.parametrize("axes", [("vocab", "embed"), ("embed", "vocab")])
+def test_rare_tokens_are_updated_as_exactly_as_frequent_ones(axes):
+    """Gradients of tokens differ by four orders of magnitude. In blocks of neighbouring tokens, rare ones had half of
+    their update."""
+    vocab = 1024
+    size = 10.0 ** np.random.default_rng(1).uniform(-4, 0, (vocab, 1))
+    shape = (vocab, 576)
+    if axes[0] == "embed":
+        size = size.T
+        shape = shape[::-1]
+    grads = [{"w": g["w"] * jnp.asarray(size, jnp.float32)} for g in gradients({"w": jnp.zeros(shape)}, 4)]
+    said, _ = updates(optim.scale_by_adam8bit(axes={"w": axes}), {"w": jnp.zeros(shape)}, grads)
+    exact = list(updates_in_float64(grads))[-1]
+    error = np.abs(said[-1]["w"] - exact).mean(axes.index("embed")) / np.abs(exact).mean()
+    assert error.max() < 0.03
 
 
 @pytest.mark.parametrize(("shape", "axes"), [((2048, 64), ("embed", "mlp")), ((2048, 64), ("mlp", "embed"))])
@@ -96,6 +119,9 @@ def test_codes_whose_last_bytes_have_unused_bits_are_updated_together(monkeypatc
         ((4096, 14336), ("embed", "mlp"), (-1, 256)),
         ((14336, 4096), ("mlp", "embed"), (-2, 256)),
         ((32000, 4096), ("vocab", "embed"), (-1, 256)),
+        ((4096, 32000), ("embed", "vocab"), (-2, 256)),
+        ((151936, 896), ("vocab", "embed"), (-1, 112)),
+        ((1024, 12), ("vocab", "embed"), (-2, 128)),  # 12 has no divisor from 16 on
         ((2048, 5461), ("embed", "mlp"), (-2, 256)),  # 5461 = 43 x 127
         ((1009, 1013), (None, None), (-1, 256)),  # primes: the last block is shorter
     ],

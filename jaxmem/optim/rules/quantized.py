@@ -31,7 +31,7 @@ from jaxmem.typing import AxesTree
 
 MIN_SIZE = 4096  # elements below which quantized state saves too little
 MAX_SHARDS = 8  # if possible, a dimension has a multiple of this number of blocks, so that shards have complete blocks
-SPLIT_FINELY = ("embed", "projected", "vocab")  # dimensions without blocks if possible: sharded finely, or of any size
+SPLIT_FINELY = ("embed", "projected")  # dimensions without blocks if possible: sharded finely, or of any size
 
 Formats = tuple[tuple[str, str], ...]  # (name of a state array, its format)
 ADAM8: Formats = (("m", "dynamic8"), ("v", "udynamic8"))
@@ -194,11 +194,23 @@ def blocks(spec: ParameterSpec, most: int) -> tuple[int, int]:
     (-1, 256)
     >>> blocks(ParameterSpec((11008, 4096), jnp.float32, ("mlp", "embed"), (0, 1)), 256)
     (-2, 172)
+
+    Never along a vocabulary, if another dimension can be divided: gradients of rare tokens are smaller by orders of
+    magnitude, and with a scale that frequent tokens set, their second moments are rounded up to the smallest code.
+
+    >>> blocks(ParameterSpec((49152, 576), jnp.float32, ("vocab", "embed"), (0, 1)), 256)
+    (-1, 72)
     """
     sizes = [even_block_size(size, most, MAX_SHARDS) or 0 for size in spec.shape]
     dim = max(
         range(len(sizes)),
-        key=lambda d: (sizes[d] >= most // 2, sizes[d] >= most // 16, spec.axes[d] not in SPLIT_FINELY, d),
+        key=lambda d: (
+            sizes[d] >= most // 16,
+            spec.axes[d] != "vocab",
+            sizes[d] >= most // 2,
+            spec.axes[d] not in SPLIT_FINELY,
+            d,
+        ),
     )
     if not sizes[dim]:  # no dimension has a suitable divisor: the last block is shorter
         return -1, min(most, spec.shape[-1])
