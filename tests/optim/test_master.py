@@ -18,11 +18,12 @@ MIXED = {"parameters": "bfloat16", "master": "float32"}
 def test_the_copy_takes_the_steps_that_float32_weights_would_take() -> None:
     draw = np.random.default_rng(0)
     weights = {"w": jnp.asarray(draw.normal(size=(64, 32)), jnp.bfloat16), "b": jnp.zeros(32, jnp.bfloat16)}
-    plain = jax.tree.map(lambda w: w.astype(jnp.float32), weights)
     with jax.numpy_dtype_promotion("standard"):
         tx = optax.adamw(1e-3, weight_decay=0.1)
         mastered = optim.with_master(tx)
-        state, reference = mastered.init(weights), tx.init(plain)
+        state = mastered.init(weights)
+        plain = state.master
+        reference = tx.init(plain)
         for _ in range(20):
             grads = jax.tree.map(lambda w: jnp.asarray(draw.normal(size=w.shape), jnp.bfloat16), weights)
             updates, state = mastered.update(grads, state, weights)
