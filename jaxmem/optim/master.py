@@ -9,8 +9,8 @@ remainder have 24 bits, rounded stochastically, so that smaller updates are corr
 takes 2 + 1 + 2.03 bytes per parameter, and 2 for gradients.
 
 The bits that a copy has below bfloat16 are random at the start (`_first_bits`). If they were zero, a weight would not
-move before its copy has moved half way to the next bfloat16 value, and at the learning rates of fine-tuning most weights
-would stand still for dozens of updates.
+move before its copy has moved half way to the next bfloat16 value, and at the learning rates of fine-tuning most
+weights would stand still for dozens of updates.
 
 The copy and the remainder are parts of the optimizer state, and sharded like it.
 """
