@@ -67,16 +67,16 @@ class Method(NamedTuple):
 FULL = (1e-5, 3e-5, 1e-4)
 ADAPTER = (1e-4, 3e-4, 1e-3)
 PROJECTED = (1e-4, 3e-4, 1e-3)
+APOLLO = (3e-5, 1e-4, 3e-4)
 _BFLOAT16 = "precision.parameters=bfloat16 precision.rounding=stochastic"
 _LORA = "adapter.kind=lora adapter.alpha=16"
+_APOLLO_MINI = "optimizer.name=apollo_mini optimizer.project_embeddings=true"
 BASE = "adamw"
 MAIN = {
     BASE: Method("", FULL),
     "adamw-bfloat16": Method(_BFLOAT16, FULL),
     "adamw8bit": Method(f"{_BFLOAT16} optimizer.name=adamw8bit", FULL),
-    "int8-apollo-mini": Method(
-        "precision.parameters=int8 optimizer.name=apollo_mini optimizer.project_embeddings=true", (3e-5, 1e-4, 3e-4)
-    ),
+    "int8-apollo-mini": Method(f"precision.parameters=int8 {_APOLLO_MINI}", APOLLO),
     "qlora-16": Method("adapter.kind=qlora adapter.embeddings=bfloat16 adapter.alpha=16 adapter.rank=16", ADAPTER),
 }
 UNPACKED = "prompt"  # a soft prompt is before each document, so its rows have one document each
@@ -85,6 +85,7 @@ METHODS = MAIN | {
     "remainder8": Method("precision.parameters=bfloat16 precision.master=remainder8 optimizer.name=adamw8bit", FULL),
     "galore": Method("optimizer.name=galore_adamw optimizer.refresh_every=25", PROJECTED),
     "qgalore": Method("precision.parameters=int8 optimizer.name=qgalore optimizer.refresh_every=25", PROJECTED),
+    "apollo-mini": Method(_APOLLO_MINI, APOLLO),
     "muon": Method("optimizer.name=muon", PROJECTED),
     "lora-16": Method(f"{_LORA} adapter.rank=16", ADAPTER),
     "qlora-16-int8": Method(
