@@ -14,19 +14,20 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxmem.models.embedding import take_rows
-from jaxmem.quant import QTensor, values_of
+from jaxmem.quant import values_of
 from jaxmem.sharding.table import Axis
 
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Embed)
 
 
 def as_matrix(module: Any) -> Any:
-    """The weight of a layer as the `weight` of a `Linear`, [inputs, outputs], without its values."""
+    """The weight of a layer as the `weight` of a `Linear` or an `Embedding`, [inputs, outputs], without its values."""
     *stack, inputs, outputs = _shape(module)
     shape = (*stack, math.prod(inputs), math.prod(outputs))
     sharded = Axis("embed", if_even=True)
     axes = (*(["layer"] if stack else []), sharded, sharded)
-    return SimpleNamespace(weight=nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes))
+    weight = nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes)
+    return SimpleNamespace(weight=weight, is_embedding=isinstance(module, nnx.Embed))
 
 
 def add(module: Any, lora: Any) -> None:
@@ -51,7 +52,7 @@ def merge(module: Any) -> None:
         _, _, inner, outer, sizes = _equation(module)
         update = jnp.einsum(f"...{inner}{outer}->...{''.join(sizes)}", update)
     merged = values_of(w, jnp.float32) + update
-    weight.set_value(w.requantize(merged) if isinstance(w, QTensor) else merged.astype(w.dtype))
+    weight.set_value(merged.astype(w.dtype))  # bfloat16 in place of a quantized weight, as `low_rank._merged`
     module.__class__ = kind
     del module.lora
 

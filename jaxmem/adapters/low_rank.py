@@ -69,7 +69,8 @@ class Lora(nnx.Module):
         is_shared = cfg.shared_a and "expert" in stacked  # all experts of a layer share A
         stack_of_a, stacked_of_a = (stack[:-1], stacked[:-1]) if is_shared else (stack, stacked)
         rank = max(layer.rank for layer in layers if layer is not None)
-        if isinstance(base, Embedding):  # rows of A are looked up, so A instead of B is zero
+        is_embedding = isinstance(base, Embedding) or getattr(base, "is_embedding", False)
+        if is_embedding:  # rows of A are looked up, so A instead of B is zero
             a = jnp.zeros((*stack, inputs, rank))
             b = jax.random.normal(rngs.params(), (*stack, rank, outputs))
         else:
@@ -214,8 +215,8 @@ def weights_to_merge(lora: Lora) -> dict[str, dict[str, jax.Array]]:
 
 
 def merge(model: nnx.Module) -> None:
-    """Merges low-rank adapters into their weights, one layer after the other, and removes them.
-    Quantized weights are requantized."""
+    """Merges low-rank adapters into their weights, one layer after the other, and removes them. Quantized weights that
+    have one become bfloat16."""
     modules = [module for _, module in nnx.iter_modules(model)]
     adapted = [module for module in modules if isinstance(module, Linear | Embedding) and module.lora is not None]
     if any(module.lora.bias is not None and getattr(module, "bias", None) is None for module in adapted):
@@ -232,12 +233,13 @@ def merge(model: nnx.Module) -> None:
             flax_layers.merge(layer)
 
 
-def _merged(w: jax.Array | QTensor, parts: Mapping[str, jax.Array], scale: float) -> jax.Array | QTensor:
-    def merge_layer(pair: tuple[jax.Array | QTensor, Mapping[str, jax.Array]]) -> jax.Array | QTensor:
+def _merged(w: jax.Array | QTensor, parts: Mapping[str, jax.Array], scale: float) -> jax.Array:
+    """A quantized weight becomes bfloat16: values of its format would be rounded to themselves again, since a trained
+    adapter is smaller than the distance between them."""
+
+    def merge_layer(pair: tuple[jax.Array | QTensor, Mapping[str, jax.Array]]) -> jax.Array:
         w, parts = fetch_from_host(pair)
-        if isinstance(w, QTensor):
-            return w.requantize(merged_weight(w.dequantize(jnp.float32), parts, scale))
-        return merged_weight(w, parts, scale).astype(w.dtype)
+        return merged_weight(values_of(w, jnp.float32), parts, scale).astype(w.dtype)
 
     is_stack = w.ndim > (1 if "bias" in parts else 2)
     return jax.lax.map(merge_layer, (w, parts)) if is_stack else merge_layer((w, parts))

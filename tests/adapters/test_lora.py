@@ -1,5 +1,7 @@
 """LoRA and DoRA compared with the merged weight in float64."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ from jaxmem.models import build
 from jaxmem.models.embedding import Embedding
 from jaxmem.models.linear import Linear
 from jaxmem.optim.selection import Selection
+from jaxmem.quant import quantize
 from jaxmem.sharding.table import path_name
 from jaxmem.stack.apply import stacked
 
@@ -175,18 +178,47 @@ def test_adapters_of_flax_layers_are_merged(make, x):
 
 
 def test_a_flax_embedding_with_an_adapter_is_also_the_output_layer():
+    """Rows of A are looked up, so A is zero at the start, as in PEFT."""
     model = nnx.Dict(table=nnx.Embed(8, 4, rngs=nnx.Rngs(0)))
     x = jax.random.normal(jax.random.key(2), (3, 4))
     plain = model.table.attend(x)
     lora(model, rank=2, targets=["*"])
-    b = model.table.lora.b
-    b.set_value(jax.random.normal(jax.random.key(1), b.get_value().shape))
+    a = model.table.lora.a
+    assert not a.get_value().any()
+    assert model.table.lora.b.get_value().all()
+    a.set_value(jax.random.normal(jax.random.key(1), a.get_value().shape))
     ids = jnp.arange(8)
     adapted = model.table(ids), model.table.attend(x)
     assert not np.allclose(adapted[1], plain, rtol=1e-2)
     merge(model)
     for before, after in zip(adapted, (model.table(ids), model.table.attend(x)), strict=True):
         np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [Linear, nnx.Linear])
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+def test_an_adapter_is_not_lost_if_its_weight_is_quantized(make, form):
+    """An update of a hundredth of the weight: rounded to values of the format, none of it would be left."""
+    size = 256
+    if make is nnx.Linear:
+        layer = nnx.Linear(size, size, rngs=nnx.Rngs(0))
+    else:
+        layer = Linear(nnx.Rngs(0), size, size, ("embed", "mlp"))
+    weight = layer.kernel if make is nnx.Linear else layer.weight
+    weight.set_value(dataclasses.replace(quantize(weight.get_value(), form, 64, -2), dtype="bfloat16"))
+    before = weight.get_value().dequantize(jnp.float32)
+    model = nnx.Dict(layer=layer)
+    lora(model, rank=4, targets=["*"])
+    b = model.layer.lora.b
+    b.set_value(jax.random.normal(jax.random.key(1), b.get_value().shape))
+    delta = model.layer.lora.scale * model.layer.lora.a.get_value() @ b.get_value()
+    share = 0.01 * jnp.linalg.norm(before) / jnp.linalg.norm(delta)
+    b.set_value(b.get_value() * share)
+    merge(model)
+    merged = (model.layer.kernel if make is nnx.Linear else model.layer.weight).get_value()
+    assert merged.dtype == jnp.bfloat16
+    error = merged.astype(jnp.float32) - (before + delta * share)
+    assert jnp.linalg.norm(error) < 0.3 * jnp.linalg.norm(delta * share)
 
 
 @pytest.mark.parametrize("options", [{"dropout": 0.5}, {"lora_bias": True}, {"dora": True}], ids=str)

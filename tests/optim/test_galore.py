@@ -30,6 +30,16 @@ def test_the_range_finder_finds_what_singular_vectors_do(decay, scale):
 
 
 @pytest.mark.exhaustive
+def test_without_a_gradient_the_basis_is_orthonormal_and_near_the_old_one():
+    """As that of an expert without tokens at its refresh."""
+    nothing = jnp.zeros((64, 96))
+    first = range_finder(nothing, jnp.zeros((64, 8)), jax.random.key(0))
+    again = range_finder(nothing, first, jax.random.key(1))
+    np.testing.assert_allclose(first.T @ first, np.eye(8), atol=1e-5)
+    np.testing.assert_allclose(again.T @ again, np.eye(8), atol=1e-5)
+    assert jnp.sum(jnp.square(first.T @ again)) / 8 > 0.9
+
+
 def test_the_basis_stays_if_the_gradient_stays_in_it():
     g = decaying(64, 96, 0.2)
     first = range_finder(g, jnp.zeros((64, 8)), jax.random.key(0))
@@ -70,6 +80,8 @@ def test_a_layer_with_a_stable_basis_is_refreshed_less_often():
     draw = [{"w": normal(64, 96, seed=i)} for i in range(12)]
     _, state = updates(optim.scale_by_qgalore(QGaLoreSettings(rank=8, refresh_every=2, similarity=0.9)), params, draw)
     assert int(state.arrays["doublings"]["w"]) == 0
+    _, noise = updates(optim.scale_by_qgalore(QGaLoreSettings(rank=16, refresh_every=2)), params, draw)
+    assert int(noise.arrays["doublings"]["w"]) == 0  # as the default rank, whose bases have 0.4 in common by chance
     before = int(state.arrays["due"]["w"])
     longer = optim.scale_by_qgalore(QGaLoreSettings(rank=8, refresh_every=50, similarity=0.9))
     for g in draw[:4]:  # a resumed run with another refresh_every

@@ -121,7 +121,8 @@ def test_codes_whose_last_bytes_have_unused_bits_are_updated_together(monkeypatc
         ((32000, 4096), ("vocab", "embed"), (-1, 256)),
         ((4096, 32000), ("embed", "vocab"), (-2, 256)),
         ((151936, 896), ("vocab", "embed"), (-1, 112)),
-        ((1024, 12), ("vocab", "embed"), (-2, 128)),  # 12 has no divisor from 16 on
+        ((49152, 16), ("vocab", "rank"), (-1, 16)),  # an adapter: the values of a token
+        ((16, 49152), ("rank", "vocab"), (-2, 16)),
         ((2048, 5461), ("embed", "mlp"), (-2, 256)),  # 5461 = 43 x 127
         ((1009, 1013), (None, None), (-1, 256)),  # primes: the last block is shorter
     ],

@@ -45,7 +45,7 @@ class GaLoreRule(MatrixRule):
     settings: GaLoreSettings
     inner_for: RuleFor
     side: Side
-    similarity: float | None = None  # Q-GaLore: least overlap of two bases for which the interval is doubled
+    similarity: float | None = None  # Q-GaLore: least overlap of two bases, above chance, that doubles the interval
 
     def init(self, spec: ParameterSpec) -> State:
         basis = self.side.basis_spec
@@ -103,7 +103,9 @@ class GaLoreRule(MatrixRule):
         if self.similarity is None:
             return {"basis": new.astype(basis_state["basis"].dtype)}
         q: QTensor = basis_state["basis"]
-        is_similar = jnp.sum(jnp.square(old.T @ new)) / self.side.rank >= self.similarity
+        chance = self.side.rank / old.shape[0]  # the overlap of two independent subspaces
+        overlap = (jnp.sum(jnp.square(old.T @ new)) / self.side.rank - chance) / (1 - chance)
+        is_similar = overlap >= self.similarity
         every = self.settings.refresh_every
         # The first intervals differ between layers, so that layers are never refreshed in the same update.
         stagger = jnp.where(basis_state["due"] == 0, context.layer * every // context.layers, 0)

@@ -95,12 +95,17 @@ def range_finder(g: jax.Array, start: jax.Array, key: jax.Array) -> jax.Array:
     Two power iterations (Halko et al., arXiv:0909.4061) from the old basis and some random directions. As long as the
     leading directions do not change, the basis does not either, and the moments stay valid; the random directions find
     new ones. About 10 m n rank FLOPs.
+
+    Without a gradient (an expert without tokens) the basis stays near the old one: a basis of zeros would not move the
+    weight until the next refresh.
     """
-    g = g / jnp.maximum(jnp.linalg.norm(g), 1e-30)  # the fourth power of small gradients would underflow
+    norm = jnp.linalg.norm(g)
+    g = g / jnp.maximum(norm, 1e-30)  # the fourth power of small gradients would underflow
     random = jax.random.normal(key, start.shape, jnp.float32) * g.shape[0] ** -0.5
-    basis = orthonormal(g @ (g.T @ (start.astype(jnp.float32) + RANDOM_SHARE * random)))
+    basis = start.astype(jnp.float32) + RANDOM_SHARE * random
+    basis = orthonormal(jnp.where(norm > 0, g @ (g.T @ basis), basis))
     for _ in range(2):
-        basis = orthonormal(g @ orthonormal(g.T @ basis))
+        basis = orthonormal(jnp.where(norm > 0, g @ orthonormal(g.T @ basis), basis))
     return basis
 
 

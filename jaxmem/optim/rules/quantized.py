@@ -195,26 +195,21 @@ def blocks(spec: ParameterSpec, most: int) -> tuple[int, int]:
     >>> blocks(ParameterSpec((11008, 4096), jnp.float32, ("mlp", "embed"), (0, 1)), 256)
     (-2, 172)
 
-    Never along a vocabulary, if another dimension can be divided: gradients of rare tokens are smaller by orders of
-    magnitude, and with a scale that frequent tokens set, their second moments are rounded up to the smallest code.
+    Never along a vocabulary: gradients of rare tokens are smaller by orders of magnitude, and with a scale that
+    frequent tokens set, their second moments are rounded up to the smallest code.
 
     >>> blocks(ParameterSpec((49152, 576), jnp.float32, ("vocab", "embed"), (0, 1)), 256)
     (-1, 72)
+    >>> blocks(ParameterSpec((49152, 16), jnp.float32, ("vocab", "rank"), (0, 1)), 256)
+    (-1, 16)
     """
-    sizes = [even_block_size(size, most, MAX_SHARDS) or 0 for size in spec.shape]
-    dim = max(
-        range(len(sizes)),
-        key=lambda d: (
-            sizes[d] >= most // 16,
-            spec.axes[d] != "vocab",
-            sizes[d] >= most // 2,
-            spec.axes[d] not in SPLIT_FINELY,
-            d,
-        ),
-    )
+    dims = [d for d, axis in enumerate(spec.axes) if axis != "vocab"] or list(range(len(spec.shape)))
+    sizes = {d: even_block_size(spec.shape[d], most, MAX_SHARDS) or 0 for d in dims}
+    dim = max(dims, key=lambda d: (sizes[d] >= most // 2, sizes[d] >= most // 16, spec.axes[d] not in SPLIT_FINELY, d))
     if not sizes[dim]:  # no dimension has a suitable divisor: the last block is shorter
-        return -1, min(most, spec.shape[-1])
-    return dim - len(sizes), sizes[dim]
+        dim = dims[-1]
+        return dim - len(spec.shape), min(most, spec.shape[dim])
+    return dim - len(spec.shape), sizes[dim]
 
 
 def zeros(shape: tuple[int, ...], form: str, block: int, axis: int) -> QTensor:
