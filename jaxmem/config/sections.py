@@ -169,7 +169,7 @@ class Precision(Section):
         "stored next to bfloat16 weights: a float32 copy, its lower 16 bits (remainder16), or 8 of these (remainder8)",
     )
     rounding: Literal["auto", "nearest", "stochastic"] = setting(
-        "auto", "rounding of updated weights; auto: stochastic if they are quantized"
+        "auto", "rounding of updated weights; auto: stochastic if they are not float32 and have no master"
     )
     loss_scale: Literal["none", "dynamic"] | Positive = setting(
         "none", "loss scaling against underflow of gradients: dynamic, or a constant factor"
@@ -186,7 +186,8 @@ class Precision(Section):
 
     @property
     def stochastic_rounding(self) -> bool:
-        return self.rounding == "stochastic" or (self.rounding == "auto" and self.is_quantized)
+        is_narrow = self.parameters != "float32" and self.master == "none"
+        return self.rounding == "stochastic" or (self.rounding == "auto" and is_narrow)
 
 
 class Train(Section):

@@ -229,7 +229,8 @@ def store(w: Float[Array, "*shape"], axes: Axes, storage: Storage, blocks_along:
 
     Matrices are quantized in blocks along `blocks_along`, by default the dimension that a matmul sums over (`in` of
     [in, out]); matrices [vocab, embed] always along `embed`. With a quantized format, vectors, routers, and matrices
-    with fewer than 16 values per column, stay in float32. Optimizers treat a quantized weight as bfloat16.
+    with fewer than 16 values per column, stay in float32; with bfloat16 vectors do, unless `precision.master` stores
+    the lower bits of every weight. Optimizers treat a quantized weight as bfloat16.
     """
     stored = _convert(w, axes, storage, blocks_along)
     return to_host(stored) if storage.on_host and is_matrix(axes) else stored
@@ -244,7 +245,9 @@ def is_matrix(axes: Axes) -> bool:
 def _convert(w: jax.Array, axes: Axes, storage: Storage, blocks_along: int) -> jax.Array | QTensor:
     precision = storage.precision
     if not precision.is_quantized:
-        return w.astype(getattr(jnp, precision.parameters))
+        # bfloat16 values near 1, where scales of norms are, are too far apart for updates.
+        is_stored_as_it_is = precision.master == "none" and not is_matrix(axes)
+        return w if is_stored_as_it_is else w.astype(getattr(jnp, precision.parameters))
     axis = -1 if axes[:1] == ("vocab",) else blocks_along
     if not is_matrix(axes) or w.shape[axis] < MIN_BLOCK or "router" in axes:
         return w
