@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.traverse_util import flatten_dict
 
 from jaxmem import optim
 from jaxmem.config import Optimizer
@@ -15,6 +16,7 @@ from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.planning.compile import compile_program
 from jaxmem.planning.targets import parse_target, target_devices
+from jaxmem.sharding.weights import is_matrix
 from jaxmem.step.kernel_choice import attention_choice
 from jaxmem.step.programs import compiler_options, program
 from tests.step.conftest import SMALL, Trained, batch_for, config
@@ -113,8 +115,11 @@ def test_kernels_called_on_each_device_learn_the_same(plain):
 
 @pytest.mark.exhaustive
 def test_parameters_may_be_stored_in_bfloat16():
+    """Matrices: near 1, where scales of norms are, bfloat16 is too coarse for updates."""
     trained = Trained(config(precision={"parameters": "bfloat16"}))
-    assert {leaf.dtype for leaf in jax.tree.leaves(trained.params)} == {jnp.dtype(jnp.bfloat16)}
+    axes = flatten_dict(trained.built.model.axes)
+    for path, leaf in flatten_dict(trained.params).items():
+        assert leaf.dtype == (jnp.bfloat16 if is_matrix(axes[path]) else jnp.float32)
     assert np.isfinite(trained.metrics[-1]["loss"])
 
 

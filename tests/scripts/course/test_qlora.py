@@ -34,7 +34,7 @@ def test_quantized_frozen_weights_take_less_and_nothing_else_does(monkeypatch: p
         "rtx4090-24gb", TINY, {name: BASES[name] for name in ("bfloat16", "nf4", "nf4, double quantization")}
     )
     bfloat16, nf4, double = found.tables[0].rows
-    assert bfloat16["bits per weight"] == 16
+    assert 16 <= bfloat16["bits per weight"] < 16.1  # vectors are stored in float32
     for part in ("frozen layers, GiB", "embedding and output, GiB"):
         assert 1.5 < bfloat16[part] / nf4[part] < 4  # blocks are short where the matrices are
     assert bfloat16["bits per weight"] > nf4["bits per weight"] > double["bits per weight"] > 4
