@@ -246,8 +246,8 @@ def _convert(w: jax.Array, axes: Axes, storage: Storage, blocks_along: int) -> j
     precision = storage.precision
     if not precision.is_quantized:
         # bfloat16 values near 1, where scales of norms are, are too far apart for updates.
-        is_stored_as_it_is = precision.master == "none" and not is_matrix(axes)
-        return w if is_stored_as_it_is else w.astype(getattr(jnp, precision.parameters))
+        is_float32 = precision.master == "none" and not is_matrix(axes)
+        return w.astype(jnp.float32 if is_float32 else getattr(jnp, precision.parameters))
     axis = -1 if axes[:1] == ("vocab",) else blocks_along
     if not is_matrix(axes) or w.shape[axis] < MIN_BLOCK or "router" in axes:
         return w

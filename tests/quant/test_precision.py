@@ -34,6 +34,14 @@ def test_weights_are_stored_in_the_configured_dtype(name):
     assert store(jnp.ones((2, 3)), ("embed", "mlp"), Storage(Precision(parameters=name))).dtype.name == name
 
 
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_vectors_are_stored_in_float32_whatever_they_were(name):
+    vector = jnp.ones(3, jnp.bfloat16)
+    assert store(vector, ("embed",), Storage(Precision(parameters=name))).dtype == jnp.float32
+    with_master = Storage(Precision(parameters="bfloat16", master="remainder8"))
+    assert store(vector, ("embed",), with_master).dtype == jnp.bfloat16
+
+
 # ------------------------------------------------------------------ stochastic rounding
 
 
