@@ -273,7 +273,12 @@ def _block_seeds(
 
 def leaf_key(key: jax.Array, path: KeyPath) -> jax.Array:
     """The key of a leaf, derived from its name."""
-    return jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
+    return jax.random.fold_in(key, leaf_number(path))
+
+
+def leaf_number(path: KeyPath) -> int:
+    """32 bits that depend on the name of a leaf."""
+    return zlib.crc32(jax.tree_util.keystr(path).encode())
 
 
 def sum_of_squares(tree: Tree) -> jax.Array:

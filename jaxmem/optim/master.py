@@ -15,7 +15,6 @@ weights would stand still for dozens of updates.
 The copy and the remainder are parts of the optimizer state, and sharded like it.
 """
 
-import zlib
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +25,7 @@ from jaxtyping import Array, BFloat16, Int
 
 from jaxmem.errors import UserError
 from jaxmem.kernels.draws import scramble
-from jaxmem.optim.apply import VocabSlice, axes_or_unnamed, leaf_key, map_with_keys
+from jaxmem.optim.apply import VocabSlice, axes_or_unnamed, leaf_key, leaf_number, map_with_keys
 from jaxmem.sharding.table import Axes
 from jaxmem.sharding.weights import WithRemainder
 from jaxmem.typing import AxesTree, Tree
@@ -175,7 +174,7 @@ def _change(pair: tuple[jax.Array, jax.Array], w: jax.Array, key: jax.Array | No
 def _first_bits(path: KeyPath, w: BFloat16[Array, "*shape"]) -> Int[Array, "*shape"]:
     """The 16 bits of a float32 copy below a bfloat16 weight, as a signed integer: evenly distributed over the values
     that are rounded to the weight, by a hash of the position; 0 for a weight that is 0."""
-    place = jnp.uint32(zlib.crc32(jax.tree_util.keystr(path).encode()))
+    place = jnp.uint32(leaf_number(path))
     for dim, size in enumerate(w.shape):
         place = scramble(place) * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, w.shape, dim)
     bits = (scramble(place) >> 16).astype(jnp.int32) - 2**15
