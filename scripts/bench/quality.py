@@ -69,6 +69,10 @@ ADAPTER = (1e-4, 3e-4, 1e-3)
 PROJECTED = (1e-4, 3e-4, 1e-3)
 APOLLO = (3e-5, 1e-4, 3e-4)
 _BFLOAT16 = "precision.parameters=bfloat16 precision.rounding=stochastic"
+_GALORE_RESIDUAL = "optimizer.name=galore_adamw optimizer.refresh_every=25 optimizer.residual=true"
+_QGALORE_RESIDUAL = (
+    "precision.parameters=int8 optimizer.name=qgalore optimizer.refresh_every=25 optimizer.residual=true"
+)
 _LORA = "adapter.kind=lora adapter.alpha=16"
 _APOLLO_MINI = "optimizer.name=apollo_mini optimizer.project_embeddings=true"
 BASE = "adamw"
@@ -84,7 +88,9 @@ METHODS = MAIN | {
     "adamw4bit": Method(f"{_BFLOAT16} optimizer.name=adamw4bit", FULL),
     "remainder8": Method("precision.parameters=bfloat16 precision.master=remainder8 optimizer.name=adamw8bit", FULL),
     "galore": Method("optimizer.name=galore_adamw optimizer.refresh_every=25", PROJECTED),
+    "galore-residual": Method(_GALORE_RESIDUAL, PROJECTED),
     "qgalore": Method("precision.parameters=int8 optimizer.name=qgalore optimizer.refresh_every=25", PROJECTED),
+    "qgalore-residual": Method(_QGALORE_RESIDUAL, PROJECTED),
     "apollo-mini": Method(_APOLLO_MINI, APOLLO),
     "muon": Method("optimizer.name=muon", PROJECTED),
     "lora-16": Method(f"{_LORA} adapter.rank=16", ADAPTER),
