@@ -30,6 +30,7 @@ TOOL_CALL_FIELDS = ("tool_calls", "function_call")  # fields without which a mes
 FIELDS_WITHOUT_WARNING = ("role", "content", "tool_call_id")  # that the template need not read
 PROMPT_SUFFIX_LENGTH = 8  # characters before an answer that identify the end of the generation prompt
 MAX_FIELD_WARNINGS = 8  # largest number of fields with a warning
+ONLY_OF_TEMPLATES = ("system", "history", "tools", "chat_template_kwargs")  # keys without effect on pairs of texts
 PAIR = ("chosen", "rejected")
 
 
@@ -104,6 +105,10 @@ class Preferences(ChatRecords):
             raise InvalidRecordError(f"{' and '.join(missing)} missing; write both keys, chosen and rejected")
         prompt = record.get("prompt")
         if isinstance(prompt, str) and isinstance(record["chosen"], str):
+            if unread := [key for key in ONLY_OF_TEMPLATES if record.get(key)]:
+                raise InvalidRecordError(
+                    f"{unread[0]} has no effect with a prompt that is text; write the prompt as a list of messages"
+                )
             return [self._document(prompt, string_value(record[answer], answer)) for answer in PAIR]
         return [self._encoder.document(chat) for chat in pair_of(record)]
 
@@ -136,8 +141,11 @@ class ChatEncoder:
             spans = [(a, b) for a, b in marks if not any(start < b and a < end for start, end in excluded)]
         ids, offsets = self._tokenizer.encode_with_offsets(text)
         is_target = np.zeros(len(ids), bool)
+        # A special token may include the spaces after it, and so the first ones of an answer.
+        is_header = np.isin(ids, [*self._tokenizer.special.values()])
         for start, end in spans:
-            inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
+            is_before = is_header & (offsets[:, 0] < start)
+            inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start) & ~is_before)
             is_target[inside.min(initial=len(ids)) : inside.max(initial=-1) + 1] = True
         if not is_target.any():
             raise InvalidRecordError(

@@ -54,6 +54,10 @@ class ColumnRows:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
+    def names(self) -> list[str]:
+        """The columns of the first file."""
+        return list(self._read(0, lambda opened: opened.schema.names))
+
     def record(self, index: int) -> JsonDict:
         """A row. Values that JSON does not have, such as dates, are text; bytes that are not text are null. Fields of
         objects that are null are left out: all objects of a column have the same fields, so a field that an object

@@ -13,9 +13,10 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxmem.config.hub import dataset_files, is_dataset
-from jaxmem.config.sections import SOURCES, Config, Data, Source
+from jaxmem.config.sections import COLUMNS, SOURCES, Config, Data, Source
 from jaxmem.data.chat_forms import ANSWERS, LISTS
 from jaxmem.data.chat_template import template_for
+from jaxmem.data.columns import ColumnRows
 from jaxmem.data.files import file_size, find_files
 from jaxmem.data.jsonl import read_objects
 from jaxmem.data.record_order import RecordOrder, training_order
@@ -191,18 +192,22 @@ def source_files(source: Source) -> list[Path]:
 
 
 def source_of(path: str) -> str:
-    """The `data.source` of files: by the first suffix that a source has and, for JSONL, by the keys of the first line
-    of that file."""
+    """The `data.source` of files: by the first suffix that a source has and, for JSONL and columns, by the keys of the
+    first record of that file."""
     by_suffix = {suffix: name for name, kind in reversed(SOURCES.items()) for suffix in kind.suffixes}
     file = next((file for file in find_files(path, "text") if file.suffix.lower() in by_suffix), None)
     if file is None:
         return "text"
-    if by_suffix[file.suffix.lower()] != "jsonl":
-        return by_suffix[file.suffix.lower()]
-    keys = next(read_objects(file, "JSON object"))[1].keys()
+    source = by_suffix[file.suffix.lower()]
+    if source == "jsonl":
+        keys = {*next(read_objects(file, "JSON object"))[1]}
+    elif file.suffix.lower() in COLUMNS:
+        keys = {*ColumnRows([file], None).names()}
+    else:
+        return source
     if {"chosen", "rejected"} & keys:
         return "preference"
-    return "chat" if {*LISTS, *ANSWERS} & keys else "jsonl"
+    return "chat" if {*LISTS, *ANSWERS} & keys else source
 
 
 def _reader(source: Source) -> type[RecordSource]:

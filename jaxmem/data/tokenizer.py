@@ -148,8 +148,11 @@ class FileTokenizer:
         return self._tokenizer.token_to_id(eos) if isinstance(eos, str) else None
 
     def _end_token(self, eos: int | None) -> int:
-        """A token known to end documents; otherwise `eos`."""
-        for token in (*map(self._tokenizer.token_to_id, END_NAMES), eos):
+        """A special token known to end documents, or `eos`. Only without both a plain token may be it: `</s>` of Gemma
+        ends struck text in HTML."""
+        special = map(self.special.get, END_NAMES)
+        plain = map(self._tokenizer.token_to_id, END_NAMES)
+        for token in (*special, eos, *plain):
             if token is not None:
                 return int(token)
         raise UserError(

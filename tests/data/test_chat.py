@@ -57,6 +57,28 @@ def test_tokens_and_targets_are_those_of_transformers(name: str, tmp_path: Path)
             assert asked.text == expected["asked"]
 
 
+def test_a_header_that_includes_the_spaces_after_it_is_no_target(tokenizer_file: str, tmp_path: Path) -> None:
+    """The special tokens of Phi-3 do."""
+    from tokenizers import AddedToken, Tokenizer
+
+    changed = Tokenizer.from_file(tokenizer_file)
+    changed.add_special_tokens([AddedToken("<|assistant|>", special=True, rstrip=True)])
+    changed.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = tokenizer_for(str(tmp_path))
+    source = (
+        "{% for m in messages %}{{ ('<|assistant|>' if m.role == 'assistant' else '') + m.content + eos_token }}"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    encoder = ChatEncoder(tokenizer, ChatTemplate(source, "here", {"eos_token": "<|end_of_text|>"}))
+    document = encoder.document(chat_of({"instruction": "a", "output": " <b"}))
+    assert document.is_target is not None
+    header = document.tokens == tokenizer.special["<|assistant|>"]
+    assert header.sum() == 1
+    assert not document.is_target[header].any()
+    assert document.is_target.sum() == 3
+
+
 def test_a_call_before_the_last_question_is_a_target_from_its_beginning(tmp_path: Path) -> None:
     """Mistral's template lists the tools before the last question, so an earlier prompt is other text."""
     call = [reference.said(None, tool_calls=[reference.CALL]), reference.RESULT, reference.said("3")]

@@ -6,9 +6,11 @@ import sys
 import tracemalloc
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from jaxmem.data import jsonl
 from jaxmem.data.corpus import source_of
@@ -167,5 +169,10 @@ def test_the_source_of_a_directory_is_that_of_its_data_and_not_of_a_readme(tmp_p
     assert source_of(str(tmp_path)) == "jsonl"
     (tmp_path / "data.jsonl").write_text('{"messages": []}')
     assert source_of(str(tmp_path)) == "chat"
-    (tmp_path / "columns.parquet").touch()
-    assert source_of(str(tmp_path)) == "parquet"  # the first in the order of names
+    for columns, source in (
+        ({"text": ["a"]}, "parquet"),
+        ({"text": ["a"], "instruction": ["b"], "output": ["c"]}, "chat"),
+        ({"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}, "preference"),
+    ):
+        parquet.write_table(pa.table(columns), tmp_path / "columns.parquet")
+        assert source_of(str(tmp_path)) == source  # the first file in the order of names

@@ -68,6 +68,7 @@ def test_texts_and_messages(pairs: Preferences) -> None:
         ([], "must be a JSON object, not \\[\\]"),
         ({"prompt": "a", "chosen": "b"}, "rejected missing"),
         ({**TEXT, "prompt": 1}, "prompt must be a string"),
+        ({**TEXT, "system": "Be brief."}, "system has no effect with a prompt that is text"),
         ({**TEXT, "rejected": ["x"]}, "rejected must be a string"),
         ({"chosen": [message_of("assistant", "a")], "rejected": [message_of("assistant", "a")]}, "are equal"),
         (

@@ -83,6 +83,23 @@ def test_the_end_can_be_named_beside_the_file(tokenizer_file: str, tmp_path: Pat
         tokenizer_for(str(path))
 
 
+def test_a_plain_token_with_the_name_of_an_end_is_none(tokenizer_file: str, tmp_path: Path) -> None:
+    """Gemma's `</s>` ends struck text in HTML; its documents end with `<eos>`."""
+    from tokenizers import AddedToken, Tokenizer
+
+    changed = Tokenizer.from_str(Path(tokenizer_file).read_text().replace("<|end_of_text|>", "<stop>"))
+    changed.add_tokens([AddedToken("</s>")])
+    path = str(tmp_path / "tokenizer.json")
+    changed.save(path)
+    assert tokenizer_for(path).end == changed.token_to_id("</s>")  # there is no other
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<stop>"}))
+    assert tokenizer_for(path).end == changed.token_to_id("<stop>")
+    changed.add_special_tokens([AddedToken("<eos>", special=True)])
+    changed.save(path)
+    assert tokenizer_for(path).end == changed.token_to_id("<eos>")
+    assert changed.token_to_id("</s>") not in tokenizer_for(path).ends
+
+
 def test_files_that_are_no_tokenizers(tmp_path: Path, tokenizer_file: str) -> None:
     with pytest.raises(
         UserError, match=r"data\.tokenizer=byte: .*byte: No such file.*use data\.tokenizer=bytes or the path"

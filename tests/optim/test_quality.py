@@ -1,7 +1,7 @@
 """What few bytes cost in quality, in short: one small network learns the standard library's bytes under each.
 
-Paired: the same first weights, the same batches, the same held-out bytes. The recorded runs are longer
-(`scripts/bench/optimizer_quality.py`).
+Paired: the same first weights, the same batches, the same held-out bytes. Longer runs of a real model are recorded by
+`scripts/bench/quality.py`.
 """
 
 import argparse

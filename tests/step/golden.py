@@ -9,7 +9,7 @@ Every version of jax that jaxmem runs on must give them to rounding (TOLERANCE).
 - The change was to leave numbers alone (a refactor, a layout, a kernel): then it is wrong. `git bisect run python -m
 tests.step.golden` finds it.
 - The change is of the numbers (an initialiser, an optimizer's rule, a loss): record them anew in the same commit, whose
-  message says why they moved and shows that what was trained got no worse (`scripts/bench/optimizer_quality.py`).
+  message says why they moved and shows that what was trained got no worse (`scripts/bench/quality.py`).
 - A new jax draws other random numbers, or rounds otherwise by more: the same, once for all versions; if they cannot
   agree, the version is no longer the same answer and docs/faults.md says so.
 """

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxmem.report.figure import digest_of
-from scripts.bench import optimizer_quality, quality, quantization, recompute
+from scripts.bench import quality, quantization, recompute
 
 ROOT = Path(__file__).parents[2]
 PLANNED = re.compile(r"^# Planned: ([\d.]+) GiB", re.MULTILINE)
@@ -51,7 +51,6 @@ def draw_quality(file: Path) -> None:
 # Figures of recorded rows, which take a second to draw again.
 REDRAWN = {
     "recompute.png": draw_recompute,
-    "optimizer-quality.png": optimizer_quality.draw_compared,
     "bits-curve.png": draw_bits_curve,
     "quality-135m.png": draw_quality,
 }
