@@ -37,7 +37,7 @@ from jaxmem.quant.qtensor import with_sliced_sizes
 from jaxmem.sharding.arrays import constrain
 from jaxmem.sharding.layout import current
 from jaxmem.sharding.leaves import StateArray, axes_of_state, is_declared
-from jaxmem.sharding.table import Axes, is_axes, is_stacked, path_name
+from jaxmem.sharding.table import Axes, axis_name, is_axes, is_stacked, path_name
 from jaxmem.sharding.weights import is_encoded, is_matrix
 from jaxmem.typing import AxesTree, Tree
 
@@ -64,9 +64,16 @@ class ParameterSpec:
         return len(self.shape) == 2 and is_matrix(self.axes)
 
     @property
+    def vocab_dim(self) -> int | None:
+        """The dimension of the vocabulary, of an embedding or output matrix and of its adapters."""
+        return next((dim for dim, axis in enumerate(self.axes) if axis and axis_name(axis) == "vocab"), None)
+
+    @property
     def is_hidden_matrix(self) -> bool:
-        """Whether this is a matrix other than an embedding or output matrix."""
-        return self.is_matrix and "vocab" not in self.axes
+        """Whether both sides of this matrix are features of the network, so it is no embedding, of tokens or patches of
+        an image, and no output matrix."""
+        names = {axis_name(axis) for axis in self.axes if axis}
+        return self.is_matrix and not names & {"vocab", "classes", "patch"}
 
     def state_array(self, value: Tree, dims: tuple[int, ...] | None = None) -> StateArray:
         """Declares a state array, or a QTensor, along these dimensions of the weight, by default all."""

@@ -8,7 +8,6 @@ from jaxmem.estimate.passes import passes_of
 from tests.planning.conftest import config as planned
 from tests.step.conftest import SMALL, Trained, config
 
-EXPERTS = {"preset": "tiny", **SMALL, "vocab": 264, "experts": {"count": 4, "top_k": 2}}
 TWO = {"global_size": 8, "accumulate": 2}
 PLAIN = {"optimizer": {"clip": None, "epsilon": 1e-3}}
 WIDE = {"family": "decoder", "vocab": 264, "layers": 8, "embed": 1024, "mlp": 2048, "heads": 8, "kv_heads": 8,
@@ -48,7 +47,7 @@ def test_losses_are_exact_and_gradients_close(memory, alone):
     [
         (1, {"remat": "dots"}, {"adapter": {"kind": "qlora"}, "precision": {"compute": "fp8"}}),
         (4, {"remat": "full"}, {"mesh": {"context": 2, "tensor": 2}}),
-        (4, {"remat": "dots"}, {"model": EXPERTS, "mesh": {"expert": 2, "fsdp": 2}}),
+        (4, {"remat": "dots"}, {"mesh": {"tensor": 2, "fsdp": 2}}),
         (2, {"remat": "sqrt"}, {"mesh": {"stage": 2}, "batch": TWO}),
     ],
 )
@@ -71,6 +70,11 @@ def assert_close(in_fp8, plain, loss_tolerance):
 def test_what_has_no_names_is_refused(remat):
     with pytest.raises(UserError, match=f"memory.save_dtype=fp8 does not support memory.remat={remat}; use"):
         config(memory={"remat": remat, "save_dtype": "fp8"})
+
+
+def test_experts_that_would_be_chosen_again_are_refused():
+    with pytest.raises(UserError, match=r"memory.save_dtype=fp8 does not support model.experts"):
+        config(memory={"remat": "dots", "save_dtype": "fp8"}, model={"preset": "tiny", "experts": {"count": 4, "top_k": 2}})
 
 
 def wide(save_dtype, remat, offload="none"):

@@ -45,7 +45,8 @@ def scale_by_adam_mini(settings: AdamSettings = AdamSettings(), *, axes: AxesTre
     def rule_for(spec: ParameterSpec) -> MatrixRule:
         if not is_matrix(spec.axes):
             return Adam(settings)
-        return PerNeuron(settings, spec.axes.index("vocab") if "vocab" in spec.axes else len(spec.shape) - 1)
+        outputs = len(spec.shape) - 1
+        return PerNeuron(settings, outputs if spec.vocab_dim is None else spec.vocab_dim)
 
     return by_layer(rule_for, axes)
 

@@ -77,9 +77,11 @@ class Side:
 
 
 def projected_side(spec: ParameterSpec, rank: int | None, project_embeddings: bool) -> Side | None:
-    """The side of a hidden matrix (with `project_embeddings`, of any matrix) that is projected. None for other weights,
-    and if the rank (default: a quarter of the smaller dimension) is not below the smaller dimension."""
-    if not (spec.is_hidden_matrix or (spec.is_matrix and project_embeddings)):
+    """The side of a hidden matrix (with `project_embeddings`, also of an embedding or output matrix) that is projected.
+    None for other weights, for routers, whose few columns would lose most experts, and if the rank (default: a quarter
+    of the smaller dimension) is not below the smaller dimension."""
+    is_embedding = spec.is_matrix and spec.vocab_dim is not None
+    if not (spec.is_hidden_matrix or (is_embedding and project_embeddings)) or "router" in spec.axes:
         return None
     rank = max(1, min(spec.shape) // 4) if rank is None else rank
     return Side(spec, rank) if rank < min(spec.shape) else None

@@ -203,7 +203,7 @@ def blocks(spec: ParameterSpec, most: int) -> tuple[int, int]:
     >>> blocks(ParameterSpec((49152, 16), jnp.float32, ("vocab", "rank"), (0, 1)), 256)
     (-1, 16)
     """
-    dims = [d for d, axis in enumerate(spec.axes) if axis != "vocab"] or list(range(len(spec.shape)))
+    dims = [d for d in range(len(spec.shape)) if d != spec.vocab_dim] or [0]
     sizes = {d: even_block_size(spec.shape[d], most, MAX_SHARDS) or 0 for d in dims}
     dim = max(dims, key=lambda d: (sizes[d] >= most // 2, sizes[d] >= most // 16, spec.axes[d] not in SPLIT_FINELY, d))
     if not sizes[dim]:  # no dimension has a suitable divisor: the last block is shorter
