@@ -41,7 +41,10 @@ def config_page() -> str:
         elif at := _section(key):
             parts += [f"## {name}", *_keys(at, sections)]
         if name == "optimizer":
-            rows = [(f"`{name}`", entry.summary, _settings(entry.fields)) for name, entry in OPTIMIZERS.items()]
+            rows = [
+                (f"`{name}`", entry.summary, _settings({"learning_rate": entry.learning_rate} | entry.fields))
+                for name, entry in OPTIMIZERS.items()
+            ]
             parts.append(
                 _table(("optimizer.name", "method, bytes per parameter", "hyperparameters and defaults"), rows)
             )

@@ -13,12 +13,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from jaxmem.config.adapter import Adapter
+from jaxmem.config.adapter import LOW_RANK, Adapter
 from jaxmem.config.check import check
 from jaxmem.config.explain import explain
 from jaxmem.config.hub import is_tokenizer_of, local_directory
 from jaxmem.config.networks import Decoder
-from jaxmem.config.optimizers import Optimizer
+from jaxmem.config.optimizers import HYPERPARAMETERS, OPTIMIZERS, Optimizer
 from jaxmem.config.presets import PRESETS, preset_of, refuse_preset
 from jaxmem.config.sections import Config
 from jaxmem.config.user import UserObjects
@@ -28,6 +28,8 @@ from jaxmem.typing import JsonDict, JsonView
 
 MAX_BYTES = 256 * 1024  # of the text of a config
 MAX_DEPTH = 16  # nested YAML collections
+COMPLETE_SHARE = 1 / 30  # of the learning rate of a new model, for all weights of a trained model
+LOW_RANK_SHARE = 2 / 3  # of the learning rate of a new model, for low-rank adapters of a trained model
 LINE_BREAKS = "\n\r\x85\u2028\u2029"
 
 SCALARS = {
@@ -112,6 +114,7 @@ def read_config(source: ConfigSource, overrides: Iterable[str] = (), *, is_run: 
         _remove_tokenizer(raw)
         if "preset" in changed or not is_run:
             del raw["model"]
+    _forget_hyperparameters(raw, overrides)
     for override in overrides:
         _override(raw, override)
     return raw
@@ -139,7 +142,8 @@ def save_settings(cfg: Config, path: str | os.PathLike[str]) -> None:
     optimizer = cfg.optimizer.model_dump(mode="json")
     usual = Optimizer(name=cfg.optimizer.name).model_dump(mode="json")
     named = {key: model[key] for key in ("family", "preset", "hf") if model.get(key) not in (None, "decoder")}
-    raw["optimizer"] = {"name": usual["name"]} | {key: optimizer[key] for key in usual if optimizer[key] != usual[key]}
+    changed = {key: optimizer[key] for key in usual if optimizer[key] != usual[key]}
+    raw["optimizer"] = {"name": usual["name"], "learning_rate": optimizer["learning_rate"]} | changed
     raw["model"] = named | raw["model"]
     if {"preset", "hf"} & named.keys():
         implied = config_of({"name": "implied", "model": dict(named), "train": {"steps": 1}})
@@ -234,6 +238,18 @@ def _changed_model(raw: JsonDict, overrides: Iterable[str]) -> set[str]:
     return changed
 
 
+def _forget_hyperparameters(raw: JsonDict, overrides: Iterable[str]) -> None:
+    """Removes the hyperparameters of a saved config, which has all fields, if overrides name another optimizer: it has
+    defaults of its own."""
+    optimizer = raw.get("optimizer")
+    if not isinstance(optimizer, dict) or not set(Optimizer.model_fields) <= set(optimizer):
+        return
+    values = (override.partition("=")[2] for override in overrides if override.startswith("optimizer.name="))
+    if any(value.strip() != optimizer["name"] for value in values):
+        for key in HYPERPARAMETERS:
+            del optimizer[key]
+
+
 def _remove_tokenizer(raw: JsonDict) -> None:
     """Removes the tokenizer of a saved config if it is that of the model's directory."""
     directory = raw["model"]["hf"]
@@ -276,9 +292,22 @@ def _expand_hf(raw: JsonDict, name: str) -> None:
         from jaxmem.config.hugging_face import decoder_fields
 
         raw["model"] = _merge(decoder_fields(directory), model)
+        optimizer = raw.setdefault("optimizer", {})
+        adapter = raw.get("adapter")
+        if isinstance(optimizer, dict):
+            optimizer.setdefault("learning_rate", _fine_tuning_rate(optimizer, adapter))
     data = raw.setdefault("data", {})
     if isinstance(data, dict) and data.get("tokenizer", name) == name:
         data["tokenizer"] = directory
+
+
+def _fine_tuning_rate(optimizer: JsonDict, adapter: Any) -> float:
+    """The default of the largest learning rate of a run that begins with trained weights. With AdamW 1e-5 for complete
+    weights and 2e-4 for low-rank adapters, as their papers use."""
+    entry = OPTIMIZERS.get(str(optimizer.get("name", "adamw")), OPTIMIZERS["adamw"])
+    is_low_rank = isinstance(adapter, dict) and (adapter.get("kind") in LOW_RANK or "hf" in adapter)
+    share = LOW_RANK_SHARE if is_low_rank else COMPLETE_SHARE
+    return float(f"{share * entry.learning_rate:.1g}")
 
 
 def _expand_adapter(raw: JsonDict, directory: str) -> None:

@@ -25,7 +25,6 @@ from jaxmem.typing import JsonDict, JsonView
 DEFAULT_STEPS = 1000  # steps of a run without `train`, in addition to its warmup
 DEFAULT_SEQUENCE_LENGTH = 2048  # tokens of a sequence, if only a model is given
 DEFAULT_CHATS = "chats.jsonl"  # the conversations on which a Hugging Face model is fine-tuned
-LEARNING_RATES = {"full": 1e-5, "adapter": 2e-4}  # for fine-tuning a Hugging Face model
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Method:
     settings: Mapping[str, JsonView]
 
 
-_BFLOAT16 = {"parameters": "bfloat16", "rounding": "stochastic"}
+_BFLOAT16 = {"parameters": "bfloat16"}
 METHODS = {
     "full": Method(
         "all parameters in float32, AdamW",
@@ -128,7 +127,7 @@ def run_config(
     if isinstance(source, Config) and not overrides and method is None and not parts:
         return source
     user = source.user if isinstance(source, Config) else None
-    raw = _settings_of(source, devices, method)
+    raw = _settings_of(source, devices)
     if method is not None:
         _apply(method, raw)
     raw = read_config(_with_sections(raw, parts), overrides)
@@ -140,12 +139,12 @@ def run_config(
     return config_of(raw, user_objects(parts) if parts else user)
 
 
-def _settings_of(source: RunSource, devices: int, method: str | None) -> JsonDict:
+def _settings_of(source: RunSource, devices: int) -> JsonDict:
     """The settings of a config, or of a new run of a model."""
     if isinstance(source, Config):
         return source.model_dump(mode="json")
     if is_model(source):
-        return _new_run(str(source), devices, method)
+        return _new_run(str(source), devices)
     if isinstance(source, str | os.PathLike):
         path = Path(source)
         if path.is_dir():
@@ -183,7 +182,7 @@ def _with_sections(raw: JsonDict, parts: Parts) -> JsonDict:
     return raw
 
 
-def _new_run(model: str, devices: int, method: str | None) -> JsonDict:
+def _new_run(model: str, devices: int) -> JsonDict:
     """A run of a preset, or one that fine-tunes a Hugging Face model."""
     preset = None if Path(model).exists() else preset_of(model)
     run: JsonDict = {
@@ -198,7 +197,6 @@ def _new_run(model: str, devices: int, method: str | None) -> JsonDict:
         longest = read_json(Path(local_directory(model, "model.hf"), "config.json")).get("max_position_embeddings")
         length = min(DEFAULT_SEQUENCE_LENGTH, longest) if isinstance(longest, int) else DEFAULT_SEQUENCE_LENGTH
         run["data"] = {"source": "chat", "path": DEFAULT_CHATS, "sequence_length": length}
-        run["optimizer"] = {"learning_rate": LEARNING_RATES["adapter" if method in LOW_RANK else "full"]}
     return run
 
 

@@ -96,6 +96,7 @@ class Entry:
     settings: type
     implementation: str | Callable[..., optax.GradientTransformation]  # module:function in optim.rules, or a function
     summary: str  # the method, and bytes of state per parameter
+    learning_rate: float = 3e-4  # the largest one, if the config has none
 
     @cached_property  # a search checks thousands of configs
     def fields(self) -> JsonDict:
@@ -106,22 +107,27 @@ class Entry:
 OPTIMIZERS = {
     "adamw": Entry(AdamWSettings, "plain:scale_by_adam", "Two moments in the weights' dtype: 8 bytes in float32."),
     "adam": Entry(AdamSettings, "plain:scale_by_adam", "AdamW without weight decay."),
-    "sgd": Entry(SgdSettings, "plain:trace", "No state; with momentum one value in the dtype of the weights."),
-    "lion": Entry(
-        LionSettings, "plain:scale_by_lion", "One moment; updates are signs: use at most a third of Adam's rate."
+    "sgd": Entry(SgdSettings, "plain:trace", "No state; with momentum one value in the dtype of the weights.", 1e-2),
+    "lion": Entry(LionSettings, "plain:scale_by_lion", "One moment; updates are signs.", 1e-4),
+    "adafactor": Entry(
+        AdafactorSettings,
+        "adafactor:scale_by_adafactor",
+        "Sums of rows and columns: almost no state. The learning rate is relative to the size of the weights.",
+        1e-2,
     ),
-    "adafactor": Entry(AdafactorSettings, "adafactor:scale_by_adafactor", "Sums of rows and columns: almost no state."),
     "adam_mini": Entry(AdamWSettings, "adam_mini:scale_by_adam_mini", "AdamW, one second moment per neuron: 4 bytes."),
     "muon": Entry(MuonSettings, "muon:scale_by_muon", "Orthogonalized momentum for hidden matrices: 4 bytes."),
     "adamw8bit": Entry(AdamW8bitSettings, "quantized:scale_by_adam8bit", "AdamW in 8 bits: 2.03 bytes."),
     "adamw4bit": Entry(AdamWSettings, "quantized:scale_by_adam4bit", "AdamW in 4 bits: 1.06 bytes."),
-    "lion8bit": Entry(LionSettings, "quantized:scale_by_lion8bit", "Lion in 8 bits: 1.02 bytes."),
-    "momentum8bit": Entry(MomentumSettings, "quantized:trace8bit", "SGD with momentum in 8 bits: 1.02 bytes."),
-    "galore_adamw": Entry(GaLoreSettings, "galore:scale_by_galore", "AdamW on low-rank projections of gradients."),
-    "galore_adamw8bit": Entry(GaLoreSettings, "galore:scale_by_galore8bit", "GaLore with moments in 8 bits."),
-    "qgalore": Entry(QGaLoreSettings, "galore:scale_by_qgalore", "GaLore with moments in 8 bits and bases in 4."),
-    "apollo": Entry(ApolloSettings, "apollo:scale_by_apollo", "Gradients scaled by Adam on a random projection."),
-    "apollo_mini": Entry(ApolloMiniSettings, "apollo:scale_by_apollo_mini", "APOLLO of rank 1: almost no state."),
+    "lion8bit": Entry(LionSettings, "quantized:scale_by_lion8bit", "Lion in 8 bits: 1.02 bytes.", 1e-4),
+    "momentum8bit": Entry(MomentumSettings, "quantized:trace8bit", "SGD with momentum in 8 bits: 1.02 bytes.", 1e-2),
+    "galore_adamw": Entry(
+        GaLoreSettings, "galore:scale_by_galore", "AdamW on low-rank projections of gradients.", 1e-3
+    ),
+    "galore_adamw8bit": Entry(GaLoreSettings, "galore:scale_by_galore8bit", "GaLore with moments in 8 bits.", 1e-3),
+    "qgalore": Entry(QGaLoreSettings, "galore:scale_by_qgalore", "GaLore with moments in 8 bits and bases in 4.", 1e-3),
+    "apollo": Entry(ApolloSettings, "apollo:scale_by_apollo", "Gradients scaled by Adam on a random projection.", 1e-3),
+    "apollo_mini": Entry(ApolloMiniSettings, "apollo:scale_by_apollo_mini", "APOLLO of rank 1: almost no state.", 1e-3),
 }
 
 
@@ -130,7 +136,10 @@ class Optimizer(Section):
     one that the optimizer does not have is an error."""
 
     name: Annotated[str, NameIn(OPTIMIZERS)] = setting("adamw", "the optimizer")
-    learning_rate: Positive = setting(3e-4, "largest learning rate")
+    learning_rate: Positive = setting(
+        3e-4,
+        "largest learning rate; by default that of the optimizer; with model.hf 1/30 of it, for low-rank adapters 2/3",
+    )
     schedule: Literal["cosine", "linear", "constant"] = setting("cosine", "shape of the learning rate after the warmup")
     warmup: Annotated[int, Field(ge=0)] = setting(0, "updates in which the learning rate increases linearly from 0")
     min_lr_ratio: Fraction = setting(0.1, "final learning rate divided by the largest")
@@ -164,7 +173,9 @@ class Optimizer(Section):
             return fields
         entry = OPTIMIZERS.get(str(fields.get("name", cls.model_fields["name"].default)))
         defaults = {} if entry is None else {key: value for key, value in entry.fields.items() if key != "kernel"}
+        rate = {} if entry is None else {"learning_rate": entry.learning_rate}
         return {
+            **rate,
             **defaults,
             **{field: value for field, value in fields.items() if value is not None or field not in defaults},
         }

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxmem.planning.result import Plan
 
 MIN_FILLED_SHARE = 0.9  # share of the tokens of a sequence, below which a warning is printed
+EARLY_END = 0.9  # share of the updates, below which a warning is printed if the data ends
 MANY_PASSES = 20  # passes over the data, above which a warning is printed
 FEW_PASSES = 5  # passes that the warning proposes
 
@@ -96,6 +97,13 @@ def data_line(data: Data, rows: int, steps: int, corpus: Corpus, tokens: float) 
     digits = 0 if passes >= 10 else 1 if passes >= 0.1 else 3
     updates = f"{steps:,} updates are about {passes:,.{digits}f} passes over them"
     lines = [f"data: {records:,} {source.noun} of about {tokens:,.0f} tokens; {updates}"]
+    if data.epochs:
+        last = round(data.epochs * records / in_update)
+        if last < EARLY_END * steps:
+            lines.append(
+                f"warning: data.epochs={data.epochs} ends after about {last:,} of {steps:,} updates, before the"
+                f" learning rate has decreased; use train.steps={last}"
+            )
     lines += _padding_line(data, tokens)
     if passes > MANY_PASSES:
         steps = max(round(FEW_PASSES * records / in_update), 1)

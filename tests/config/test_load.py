@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmem.config import Convnet, Decoder, load_config, save_config
+from jaxmem.config import Convnet, Decoder, load_config, save_config, save_settings
 from jaxmem.config.hugging_face import config_json
 from jaxmem.errors import UserError
 
@@ -21,6 +21,16 @@ PICTURES = {"name": "x", "model": {"family": "convnet"}, "train": {"steps": 10},
 def write(path: Path, text: str) -> Path:
     path.write_text(text, encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def hf_directory(tmp_path: Path) -> str:
+    """Of a model of two layers, without weights."""
+    settings = config_json(load_config({**TINY, "model": {"preset": "tiny", "layers": 2}}).model)
+    directory = tmp_path / "hf"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(settings))
+    return str(directory)
 
 
 @pytest.fixture
@@ -51,6 +61,38 @@ def test_fields_beside_a_preset_override_it(file):
 def test_a_section_beside_a_preset_is_merged_into_the_presets():
     rope = load_config({**TINY, "model": {"preset": "llama3.2-1b"}}, ["model.rope.factor=8"]).model.rope
     assert (rope.factor, rope.scaling, rope.theta) == (8.0, "llama3", 500_000.0)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "new", "complete", "low_rank"),
+    [("adamw", 3e-4, 1e-5, 2e-4), ("lion", 1e-4, 3e-6, 7e-5), ("adafactor", 1e-2, 3e-4, 7e-3)],
+)
+def test_the_default_learning_rate_is_that_of_the_optimizer_and_of_the_task(
+    optimizer: str, new: float, complete: float, low_rank: float, hf_directory: str
+) -> None:
+    def rate(**sections: object) -> float:
+        return load_config({**TINY, "optimizer": {"name": optimizer}, **sections}).optimizer.learning_rate
+
+    assert rate() == new
+    assert rate(model={"hf": hf_directory}) == complete
+    assert rate(model={"hf": hf_directory}, adapter={"kind": "lora"}) == low_rank
+    assert rate(model={"hf": hf_directory}, optimizer={"name": optimizer, "learning_rate": 0.5}) == 0.5
+
+
+def test_a_learning_rate_that_is_a_default_elsewhere_is_saved(hf_directory: str, tmp_path: Path) -> None:
+    cfg = load_config({**TINY, "model": {"hf": hf_directory}, "optimizer": {"learning_rate": 3e-4}})
+    save_settings(cfg, tmp_path / "settings.yaml")
+    assert load_config(tmp_path / "settings.yaml").optimizer.learning_rate == 3e-4
+
+
+def test_another_optimizer_for_a_saved_config_has_its_own_hyperparameters(tmp_path: Path) -> None:
+    optimizer = {"name": "apollo", "learning_rate": 0.5, "beta1": 0.8}
+    save_config(load_config({**TINY, "optimizer": optimizer}), tmp_path / "a.yaml")
+    other = load_config(tmp_path / "a.yaml", ["optimizer.name=apollo_mini", "optimizer.beta2=0.7"]).optimizer
+    assert (other.scale, other.beta1, other.beta2, other.learning_rate) == (128.0, 0.9, 0.7, 0.5)
+    assert load_config(tmp_path / "a.yaml", ["optimizer.name=lion"]).optimizer.epsilon is None
+    same = load_config(tmp_path / "a.yaml", ["optimizer.name=apollo"]).optimizer
+    assert (same.scale, same.beta1) == (1.0, 0.8)
 
 
 def test_overrides_make_sections_and_the_last_one_wins(file):

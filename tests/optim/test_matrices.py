@@ -9,9 +9,11 @@ from flax import nnx
 
 from jaxmem import optim
 from jaxmem.config import load_config
+from jaxmem.config.optimizers import GaLoreSettings
 from jaxmem.errors import UserError
 from jaxmem.models.user import axes_by_rule
 from jaxmem.quant import quantize
+from jaxmem.sharding.table import Axis
 from jaxmem.sharding.weights import WithRemainder, is_matrix
 from tests.optim.conftest import gradients, normal, same, updates
 
@@ -85,6 +87,26 @@ def test_muon_leaves_tokens_to_adam():
     with jax.numpy_dtype_promotion("standard"):
         expected, _ = updates(optax.scale_by_adam(0.9, 0.95, 1e-8), params, grads)
     same([u["table"] for u in said], [u["table"] for u in expected])
+
+
+@pytest.mark.parametrize("outer", ["vocab", "classes", "patch", Axis("vocab", like_storage=True)])
+def test_matrices_of_tokens_classes_and_patches_are_not_orthogonalized_or_projected(outer):
+    params, axes = {"w": jnp.zeros((16, 24))}, {"w": ("embed", outer)}
+    for tx in (optim.scale_by_muon(axes=axes), optim.scale_by_galore(GaLoreSettings(rank=4), axes=axes)):
+        arrays = tx.init(params).arrays
+        assert [arrays[name]["w"].shape for name in ("m", "v")] == [(16, 24), (16, 24)]
+
+
+def test_a_router_is_not_projected():
+    params, axes = {"w": jnp.zeros((16, 24))}, {"w": ("embed", "router")}
+    state = optim.scale_by_galore(GaLoreSettings(rank=4), axes=axes).init(params)
+    assert state.arrays["m"]["w"].shape == (16, 24)
+
+
+def test_the_table_of_flax_is_a_vocabulary():
+    network = nnx.Embed(64, 16, rngs=nnx.Rngs(0))
+    variables = {path: jax.eval_shape(lambda x=x: x) for path, x in nnx.to_flat_state(nnx.state(network))}
+    assert [*axes_by_rule(variables, (), None, (8, 1)).values()] == [("vocab", "embed")]
 
 
 @pytest.mark.parametrize(("axes", "neuron"), [(("embed", "mlp"), 1), (("vocab", "embed"), 0), (("embed", "vocab"), 1)])

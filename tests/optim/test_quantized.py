@@ -13,7 +13,7 @@ from jaxmem.optim.layers import ParameterSpec
 from jaxmem.optim.rules import quantized
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.quant import quantize
-from jaxmem.sharding.table import path_name
+from jaxmem.sharding.table import Axis, path_name
 from jaxmem.step.programs import program
 from tests.optim.conftest import gradients, normal, updates
 from tests.step.conftest import config
@@ -123,6 +123,7 @@ def test_codes_whose_last_bytes_have_unused_bits_are_updated_together(monkeypatc
         ((151936, 896), ("vocab", "embed"), (-1, 112)),
         ((49152, 16), ("vocab", "rank"), (-1, 16)),  # an adapter: the values of a token
         ((16, 49152), ("rank", "vocab"), (-2, 16)),
+        ((49152, 16), (Axis("vocab", like_storage=True), "rank"), (-1, 16)),
         ((2048, 5461), ("embed", "mlp"), (-2, 256)),  # 5461 = 43 x 127
         ((1009, 1013), (None, None), (-1, 256)),  # primes: the last block is shorter
     ],

@@ -6,7 +6,7 @@ import jaxmem
 from jaxmem.errors import UserError
 from jaxmem.estimate.passes import passes_of
 from tests.planning.conftest import config as planned
-from tests.step.conftest import SMALL, Trained, config
+from tests.step.conftest import Trained, config
 
 TWO = {"global_size": 8, "accumulate": 2}
 PLAIN = {"optimizer": {"clip": None, "epsilon": 1e-3}}
@@ -74,7 +74,9 @@ def test_what_has_no_names_is_refused(remat):
 
 def test_experts_that_would_be_chosen_again_are_refused():
     with pytest.raises(UserError, match=r"memory.save_dtype=fp8 does not support model.experts"):
-        config(memory={"remat": "dots", "save_dtype": "fp8"}, model={"preset": "tiny", "experts": {"count": 4, "top_k": 2}})
+        config(
+            memory={"remat": "dots", "save_dtype": "fp8"}, model={"preset": "tiny", "experts": {"count": 4, "top_k": 2}}
+        )
 
 
 def wide(save_dtype, remat, offload="none"):

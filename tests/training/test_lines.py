@@ -120,3 +120,7 @@ def test_how_often_a_run_reads_its_data() -> None:
     assert "about 1.0 passes" in line(500, 100_000, 200, packing=False)
     assert "about 1.0 passes" in line(20_000, 100_000, 200, packing=False), "only the beginning of each is read"
     assert "about 2.0 passes" in line(30, 400, epochs=2)
+    assert "ends after about 2 of 500 updates, before the learning rate has decreased; use train.steps=2" in line(
+        30, 400, epochs=2
+    )
+    assert "decreased" not in line(30, 400, epochs=1000)
