@@ -82,6 +82,8 @@ class HfFamily:
         count = read({"num_local_experts": settings[key], **settings}, "num_local_experts", Quantity)
         renormalize = read(settings, "norm_topk_prob", bool, False) if self.renormalize is None else self.renormalize
         experts = {"count": count, "top_k": read(settings, "num_experts_per_tok", Size), "renormalize": renormalize}
+        if read(settings, "output_router_logits", bool, False):  # then transformers trains with this loss
+            experts["balance_loss"] = read(settings, "router_aux_loss_coef", Number, 0.001)
         if self.shared is not None:
             experts["shared"] = read(settings, self.shared, Size)
         if self.is_latent:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jaxmem.config import Convnet, Decoder, load_config, save_config, save_settings
 from jaxmem.config.hugging_face import config_json
 from jaxmem.errors import UserError
+from jaxmem.typing import JsonDict
 
 TINY = {"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 10}}
 PICTURES = {"name": "x", "model": {"family": "convnet"}, "train": {"steps": 10}, "data": {"source": "digits"}}
@@ -329,3 +330,22 @@ def test_another_directory_replaces_the_model_and_its_tokenizer(tmp_path):
         cfg = load_config(tmp_path / "saved.yaml", [f"model.hf={second}"])
         assert (cfg.model.hf, cfg.model.layers, cfg.data.tokenizer) == (second, 3, expected)
         assert load_config(tmp_path / "saved.yaml", ["model.hf=null"]).model.layers == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "balance_loss"),
+    [
+        ({}, 0.0),
+        ({"router_aux_loss_coef": 0.02}, 0.0),
+        ({"output_router_logits": True}, 0.001),
+        ({"output_router_logits": True, "router_aux_loss_coef": 0.02}, 0.02),
+    ],
+)
+def test_the_loss_of_routers_is_that_of_transformers(settings: JsonDict, balance_loss: float, tmp_path: Path) -> None:
+    shape = {"preset": "tiny", "experts": {"count": 4, "top_k": 2, "renormalize": True}}
+    written = config_json(load_config({**TINY, "model": shape}).model)
+    (tmp_path / "config.json").write_text(json.dumps({**written, **settings}))
+    model = load_config({**TINY, "model": {"hf": str(tmp_path)}}).model
+    assert isinstance(model, Decoder)
+    assert model.experts is not None
+    assert model.experts.balance_loss == balance_loss
