@@ -83,7 +83,7 @@ def test_the_end_can_be_named_beside_the_file(tokenizer_file: str, tmp_path: Pat
         tokenizer_for(str(path))
 
 
-def test_a_plain_token_with_the_name_of_an_end_is_none(tokenizer_file: str, tmp_path: Path) -> None:
+def test_only_a_special_token_ends_documents_by_its_name(tokenizer_file: str, tmp_path: Path) -> None:
     """Gemma's `</s>` ends struck text in HTML; its documents end with `<eos>`."""
     from tokenizers import AddedToken, Tokenizer
 
