@@ -1,7 +1,9 @@
 """The fastest config that fits: estimate all configs, compile in order of estimated time, correct, repeat.
 
 Each compiled config corrects the estimates of similar configs by its ratio of compiled to estimated bytes and seconds.
-The search ends when no open config that is estimated to fit is estimated to be faster than the fastest compiled one.
+The search ends when no open config that is estimated to fit may be faster than the fastest compiled one: because it is
+estimated to be faster, or almost as fast with a recompute policy that no compiled config has, since the errors of
+estimates differ most between policies.
 """
 
 import math
@@ -157,15 +159,21 @@ class Search:
                 trials.all += self._space.neighbors(candidate)
 
     def _next(self, count: int, among: Sequence[Candidate]) -> list[Candidate]:
-        """The candidates to compile next: those that are estimated to fit and to be faster than the fastest compiled
+        """The candidates to compile next: those that are estimated to fit and may be faster than the fastest compiled
         one, fastest first. If nothing fits, those with the least memory, if they need less than all compiled ones."""
         trials = self.trials
         pending = [candidate for candidate in among if candidate.is_pending]
         compiled = [candidate for candidate in among if candidate.cost]
         fastest = min((candidate.seconds for candidate in trials.front(compiled)), default=math.inf)
+        policies = {candidate.cfg.memory.remat for candidate in compiled}
+
+        def may_be_faster(candidate: Candidate) -> bool:
+            is_corrected = candidate.cfg.memory.remat in policies
+            return candidate.seconds < fastest * (1.0 if is_corrected else 1 + ESTIMATE_ERROR)
+
         for slack in (0.0, ESTIMATE_ERROR):
             fitting = [candidate for candidate in pending if trials.fits(candidate, slack)]
-            if faster := [candidate for candidate in fitting if candidate.seconds < fastest]:
+            if faster := [candidate for candidate in fitting if may_be_faster(candidate)]:
                 return sorted(faster, key=lambda candidate: (candidate.seconds, candidate.distance))[:count]
         if fastest < math.inf:
             return []

@@ -1,5 +1,6 @@
 """The search compiles few configs and finds what compiling everything would find."""
 
+import dataclasses
 import functools
 import io
 import json
@@ -9,14 +10,16 @@ from rich.console import Console
 
 from jaxmem.config import Config
 from jaxmem.errors import UserError
+from jaxmem.estimate.memory import Estimate
 from jaxmem.planning.result import plan_program
+from jaxmem.planning.targets import Target
 from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.search.fit import Fit, search
 from jaxmem.search.knobs import allowed
 from jaxmem.search.worker import StepCost
 from jaxmem.step.programs import program
 
-from .conftest import FakeCompilers, candidates, config, with_memory
+from .conftest import FakeCompilers, candidates, config, estimate_once, with_memory
 
 WORDS = ("mesh", "remat", "batch")
 
@@ -54,6 +57,29 @@ def test_the_true_best_is_found(found: tuple[Fit, FakeCompilers]) -> None:
     for one in fit.front:
         faster = [facts for facts in fitting.values() if facts.seconds < 0.99 * one.seconds]
         assert all(facts.total > 0.97 * one.total for facts in faster)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("estimate", "best"), [(1.04, "dots"), (1.2, "none")])
+def test_a_policy_that_may_be_faster_than_estimated_is_tried(
+    estimate: float, best: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first two are compiled in any case."""
+    target = with_memory("h100-80gb:2", 1 << 40)
+
+    def estimated(cfg: Config, target: Target) -> Estimate:
+        seconds = {"none": 1.0, "sqrt": 1.01, "dots": estimate}.get(cfg.memory.remat, 2.0)
+        return dataclasses.replace(estimate_once(cfg, target), seconds=seconds)
+
+    def faster_dots(cfg: Config) -> tuple[float, float]:
+        seconds = {"none": 1.0, "sqrt": 1.01, "dots": 0.95}.get(cfg.memory.remat, 2.0)
+        return 1.0, seconds / (estimate_once(cfg, target).seconds or 1.0)
+
+    monkeypatch.setattr("jaxmem.search.candidates.estimated", estimated)
+    with FakeCompilers(target, faster_dots) as compilers:
+        fit = search(config(), ("remat",), compilers)
+    assert fit.best is not None
+    assert fit.best.cfg.memory.remat == best
 
 
 @pytest.mark.exhaustive
