@@ -4,6 +4,7 @@
 with another scaling of rotary positions, or another kind of layer or activation.
 """
 
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -14,7 +15,7 @@ from jaxmem.config.hf_families import ACTIVATIONS, HF_ARCHITECTURES, WINDOWS, Hf
 from jaxmem.config.hf_quantized import quantization_fields, scheme_of
 from jaxmem.config.hf_rope import ORIGINAL_LENGTH, rope_fields, scaling_json
 from jaxmem.config.hf_values import Number, Quantity, Size, UnsupportedError, check_keys, read, read_json
-from jaxmem.config.networks import Decoder
+from jaxmem.config.networks import Decoder, Latent, Rope
 from jaxmem.errors import UserError, one_of
 from jaxmem.typing import JsonDict, JsonView
 
@@ -60,6 +61,18 @@ WITHOUT_EFFECT = (
     "aux_loss_alpha", "seq_aux", "ep_size", "full_attn_mod", "interpolate_factor", "experts_per_token",
     "initial_context_length",
 )  # fmt: skip
+
+
+_EXPERTS = (
+    "count", "top_k", "renormalize", "shared", "shared_gate", "dense_mlp", "scale", "groups", "top_groups",
+)  # fmt: skip
+# The fields of `model` on which a value of `comparable` depends, where it is not the field of the same name.
+_FIELDS_OF = {
+    "experts": tuple(f"experts.{name}" for name in (*_EXPERTS, "every", "dense_layers")),
+    "latent": tuple(f"latent.{name}" for name in Latent.model_fields),
+    "windows": ("window", "layer_types"),
+    "ropes": tuple(f"{rope}.{name}" for rope in ("rope", "sliding_rope") for name in Rope.model_fields),
+}
 
 
 def decoder_fields(directory: str) -> JsonDict:
@@ -167,7 +180,7 @@ def config_json(model: Decoder, base: JsonView | None = None, length: int = 2048
     `base` is the file that the model was loaded from; the ids of its special tokens are kept. `length`: the longest
     sequence of the training.
     """
-    expected = _comparable(model)
+    expected = comparable(model)
     base = {key: value for key, value in text_settings(base or {}).items() if key != "quantization_config"}
     if base and _read_back(base) == expected:
         return base
@@ -188,19 +201,37 @@ def config_json(model: Decoder, base: JsonView | None = None, length: int = 2048
     )
 
 
-def _comparable(model: Decoder) -> JsonDict:
+def comparable(model: Decoder) -> JsonDict:
     """The fields that change the outputs of a model."""
     unequal = {"family", "preset", "hf", "quantization", "dropout", "experts"}
     unequal |= {"rope", "sliding_rope", "window", "layer_types"}
     ropes = [(rope.theta, rope.share, scaling_json(rope)) for rope in model.ropes]
-    compared = {"count", "top_k", "renormalize", "shared", "shared_gate", "dense_mlp", "scale", "groups", "top_groups"}
-    experts = model.experts and (model.experts.model_dump(include=compared), model.has_experts)
+    experts = model.experts and (model.experts.model_dump(include={*_EXPERTS}), model.has_experts)
     return {**model.model_dump(exclude=unequal), "experts": experts, "windows": model.windows, "ropes": ropes}
+
+
+def different_field(model: Decoder, base: Decoder) -> tuple[str, object, object] | None:
+    """The first field because of which two models have different outputs: its name, and its value in each of them."""
+    compared = [comparable(model), comparable(base)]
+    key = next((key for key, value in compared[0].items() if value != compared[1][key]), None)
+    if key is None:
+        return None
+    for name in _FIELDS_OF.get(key, (key,)):
+        value, base_value = (_value_of(decoder, name) for decoder in (model, base))
+        if value != base_value:
+            return f"model.{name}", value, base_value
+    raise AssertionError(f"{key} depends on other fields than {_FIELDS_OF.get(key, key)}")
+
+
+def _value_of(model: Decoder, name: str) -> object:
+    """The value of a field with a name such as `rope.theta`; None: the section is not set."""
+    section: object = model
+    return reduce(lambda part, field: getattr(part, field, None), name.split("."), section)
 
 
 def _read_back(settings: JsonView) -> JsonDict | None:
     try:
-        return _comparable(Decoder.model_validate(fields_of(settings)))
+        return comparable(Decoder.model_validate(fields_of(settings)))
     except (UnsupportedError, ValueError):
         return None
 

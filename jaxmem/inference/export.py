@@ -11,10 +11,11 @@ from jaxmem import hf
 from jaxmem.config import LOW_RANK, Data, Decoder
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hub import is_gguf
+from jaxmem.config.hugging_face import decoder_fields, different_field
 from jaxmem.data.chat import end_of_answer
 from jaxmem.data.chat_template import template_for
 from jaxmem.data.tokenizer import tokenizer_for
-from jaxmem.errors import UserError
+from jaxmem.errors import UserError, as_yaml
 from jaxmem.inference.load import HF_FOLDER, is_run, model_config, open_model
 
 
@@ -47,6 +48,8 @@ def export_model(
         raise UserError(
             f"export: --adapter does not support --dtype {dtype}; adapters keep their dtype; remove --dtype"
         )
+    if adapter and isinstance(saved_cfg.model, Decoder):
+        _check_base(saved_cfg.model, saved_cfg.adapter.kind)
     program, params = open_model(run, overrides, computes=False)
     cfg = program.cfg
     base_files = Path(run, HF_FOLDER) if is_run(run) else Path(getattr(cfg.model, "hf", ""))
@@ -122,3 +125,17 @@ def _check_adapters(run: str | Path, kind: str, family: str, adapter: bool, merg
         )
     if adapter and family != "decoder":
         raise UserError(f"{run}: model.family={family} does not support --adapter; PEFT has adapters of decoders only")
+
+
+def _check_base(model: Decoder, kind: str) -> None:
+    """Refuses an adapter whose base model is not that of its directory, whose config.json PEFT reads."""
+    if model.hf is None:
+        return
+    difference = different_field(model, Decoder.model_validate(decoder_fields(model.hf)))
+    if difference is not None:
+        name, value, base_value = difference
+        remedy = f"train with {name}={as_yaml(base_value)}" if kind == "prompt" else "use --merge"
+        raise UserError(
+            f"export: {name}={as_yaml(value)} does not support --adapter, because PEFT reads {as_yaml(base_value)} from"
+            f" {model.hf}/config.json; {remedy}"
+        )
