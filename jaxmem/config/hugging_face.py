@@ -26,6 +26,8 @@ SHAPE = {
     "mlp": "intermediate_size",
     "heads": "num_attention_heads",
 }
+LENGTH = "max_position_embeddings"
+DEFAULT_LENGTH = 2048
 DTYPES = ("float32", "float16", "bfloat16")
 _OPTIONS = (
     "activation", "norms", "norm_offset", "qk_norm", "query_pre_attn_scalar", "attention_soft_cap", "logit_soft_cap",
@@ -44,7 +46,7 @@ FIXED: dict[str, tuple[object, ...]] = {
 }
 UNDERSTOOD = {
     *SHAPE.values(), "architectures", "model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "attention_bias",
-    "mlp_bias", "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings",
+    "mlp_bias", "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", LENGTH,
     ORIGINAL_LENGTH, "layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "quantization_config",
 }  # fmt: skip
 # Patterns of keys that do not change logits: names, ids of tokens, initialization of weights, defaults of generation.
@@ -174,20 +176,22 @@ def _windows(settings: JsonView, family: HfFamily, layers: int) -> JsonDict:
     return {"window": read(settings, "sliding_window", Size), **kinds}
 
 
-def config_json(model: Decoder, base: JsonView | None = None, length: int = 2048) -> JsonDict:
+def config_json(model: Decoder, base: JsonView | None = None, length: int | None = None) -> JsonDict:
     """The config.json of a decoder: `base` if it is the same model, otherwise of the first family that supports it.
 
     `base` is the file that the model was loaded from; the ids of its special tokens are kept. `length`: the longest
-    sequence of the training.
+    sequence of a training.
     """
     expected = comparable(model)
     base = {key: value for key, value in text_settings(base or {}).items() if key != "quantization_config"}
     if base and _read_back(base) == expected:
-        return base
+        if not _is_longer(length, base):
+            return base
+        longer = {**base, LENGTH: length}
+        if _read_back(longer) == expected:  # the scaling of rotary positions may depend on this key
+            return longer
     token_ids = {key: value for key, value in base.items() if key.endswith("_token_id")}
-    if model.rope.scaling in ("llama3", "yarn", "longrope"):
-        length = max(length, round(model.rope.factor * model.rope.original_length))
-    length = base.get("max_position_embeddings", length)
+    length = _context_length(model.rope, base, length)
     architectures = base.get("architectures") or []  # the architecture of the base first
     for architecture, family in sorted(HF_ARCHITECTURES.items(), key=lambda item: item[0] not in architectures):
         written = {"architectures": [architecture], **_settings(model, family, length)}
@@ -199,6 +203,24 @@ def config_json(model: Decoder, base: JsonView | None = None, length: int = 2048
         f"{used or 'model'}: no Hugging Face architecture that export supports has this combination; train "
         f"with the settings of {one_of(HF_ARCHITECTURES)}"
     )
+
+
+def _is_longer(length: int | None, base: JsonView) -> bool:
+    """Whether the sequences of a training are longer than the context length of the base model."""
+    base_length = base.get(LENGTH)
+    return length is not None and isinstance(base_length, int) and base_length < length
+
+
+def _context_length(rope: Rope, base: JsonView, length: int | None) -> int:
+    """`max_position_embeddings` of a model whose settings differ from those of its base."""
+    base_length = base.get(LENGTH)
+    limit = base_length if isinstance(base_length, int) else length or DEFAULT_LENGTH
+    scaled = round(rope.factor * rope.original_length)
+    if rope.scaling in ("yarn", "longrope"):
+        limit = scaled
+    elif rope.scaling == "llama3":
+        limit = max(limit, scaled)
+    return max(limit, length or 0)
 
 
 def comparable(model: Decoder) -> JsonDict:
@@ -248,7 +270,7 @@ def _settings(model: Decoder, family: HfFamily, length: int) -> JsonDict:
         "attention_bias": model.attention_bias,
         "mlp_bias": model.mlp_bias,
         "tie_word_embeddings": model.tie_embeddings,
-        "max_position_embeddings": length,
+        LENGTH: length,
         "rope_theta": model.rope.theta,
         "rope_scaling": scaling_json(model.rope) or ({"rope_type": "default"} if scales_by_default else None),
         **({"partial_rotary_factor": model.rope.share} if family.has_partial_rope else {}),
@@ -267,6 +289,8 @@ def _settings(model: Decoder, family: HfFamily, length: int) -> JsonDict:
                 kind: {"rope_theta": rope.theta, **(scaling_json(rope) or {"rope_type": "default"})}
                 for kind, rope in zip(get_args(WINDOWS), (sliding, model.rope), strict=True)
             }
+    if ORIGINAL_LENGTH in family.defaults and ORIGINAL_LENGTH in (settings["rope_scaling"] or {}):
+        settings[ORIGINAL_LENGTH] = model.rope.original_length
     if family.asks_for_windows:
         settings["use_sliding_window"] = any(model.windows)
     if family.windows == "after":

@@ -11,7 +11,7 @@ from jaxmem import hf
 from jaxmem.config import LOW_RANK, Data, Decoder
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hub import is_gguf
-from jaxmem.config.hugging_face import decoder_fields, different_field
+from jaxmem.config.hugging_face import config_json, decoder_fields, different_field
 from jaxmem.data.chat import end_of_answer
 from jaxmem.data.chat_template import template_for
 from jaxmem.data.tokenizer import tokenizer_for
@@ -70,15 +70,16 @@ def export_model(
         return f"{target}: an adapter for PEFT{'' if is_plain else note}"
     model = nnx.merge(program.model.graphdef, params)
     ends = _ends_of_answers(cfg.data)
+    trained_length = cfg.data.sequence_length if is_run(run) else None
     if is_gguf(target):
-        length = read_json(base_files / "config.json").get("max_position_embeddings") if base_files.is_dir() else None
-        length = length or cfg.data.sequence_length
+        base = read_json(base_files / "config.json") if base_files.is_dir() else None
+        settings = config_json(model.cfg, base, trained_length)
         hf.save_gguf(
             model,
             target,
             tokenizer=cfg.data.tokenizer,
             kind=dtype or "float16",
-            length=length,
+            length=settings.get("max_position_embeddings", cfg.data.sequence_length),
             indices=indices,
             chat_template=cfg.data.chat_template,
             ends=ends,
@@ -91,7 +92,7 @@ def export_model(
         tokenizer=cfg.data.tokenizer,
         chat_template=cfg.data.chat_template,
         dtype=dtype,
-        length=cfg.data.sequence_length,
+        length=trained_length,
         indices=indices,
         ends=ends,
     )

@@ -282,6 +282,9 @@ def test_a_run_as_a_file_for_llama_cpp(tmp_path: Path, compare) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["given", "out.gguf"]
     rope = load_config(run_of(str(tmp_path / "out.gguf"))).model.rope
     assert rope == load_config(run_of(str(tmp_path / "given"))).model.rope
+    yarn = "model.rope={scaling: yarn, factor: 4.0, original_length: 32}"
+    export_model(tmp_path / "given", tmp_path / "yarn.gguf", overrides=[yarn])
+    assert read_gguf(tmp_path / "yarn.gguf").metadata["llama.context_length"] == 128
 
 
 def test_a_file_has_the_template_of_the_data(tmp_path: Path, compare) -> None:
