@@ -168,6 +168,9 @@ def _rope_scaling(rope: Rope) -> JsonDict:
     if rope.scaling == "yarn":
         if rope.attention_factor is not None:
             raise _unsupported(f"model.rope.attention_factor={rope.attention_factor:g}")
+        if rope.mscale is not None and rope.mscale_all_dim is not None:  # llama.cpp's factor is 1 + 0.1 ln(factor)
+            given = f"mscale={rope.mscale:g} with mscale_all_dim={rope.mscale_all_dim:g}"
+            raise _unsupported(f"model.rope.{given}")
         settings |= {
             "rope.scaling.original_context_length": rope.original_length,
             "rope.scaling.yarn_beta_fast": float(rope.beta_fast),

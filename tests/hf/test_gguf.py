@@ -462,6 +462,11 @@ def test_values_that_float16_cannot_store_are_refused(tmp_path: Path) -> None:
         ),
         ({"logit_soft_cap": 30.0}, {}, "does not support model.logit_soft_cap=30"),
         (
+            {"rope": {"scaling": "yarn", "factor": 8.0, "mscale": 0.7, "mscale_all_dim": 0.4}},
+            {},
+            r"does not support model.rope.mscale=0.7 with mscale_all_dim=0.4; export",
+        ),
+        (
             {"kv_heads": 4, "latent": {"kv_rank": 8, "rope_dim": 8, "value_dim": 16}},
             {},
             "does not support model.latent; export",
