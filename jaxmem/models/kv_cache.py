@@ -2,10 +2,10 @@
 
 For L layers, R texts and a capacity of T tokens it has 2 L R T kv_heads head_dim elements, sharded over heads. In
 bfloat16 a head takes 2 head_dim bytes per token; in int8, with a scale per head and token, head_dim + 4 (Hooper et al.,
-arXiv:2401.18079, use fewer bits). Rounding to int8 changes an element by at most 1 / 254 of the absmax of its head. Keys
-with biases (Qwen2) are never quantized: in some models a few dimensions have biases of hundreds, beside which the others
-would be rounded to 0. New keys and values are written in place. In addition to the cache, the keys and values of one
-layer exist in the compute dtype.
+arXiv:2401.18079, use fewer bits). Rounding to int8 changes an element by at most 1 / 254 of the absmax of its head.
+Keys with biases (Qwen2) are not quantized: if a few dimensions have biases of hundreds, the others would be rounded to
+0. New keys and values are written in place. In addition to the cache, the keys and values of one layer exist in the
+compute dtype.
 """
 
 from dataclasses import dataclass

@@ -365,7 +365,7 @@ def test_a_tokenizer_whose_pre_tokenizer_has_no_name_is_refused(tmp_path: Path) 
     content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*map(split_by, DEEPSEEK_V3), BYTES]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     model = build(Decoder(**SMALL), nnx.Rngs(0))
-    with pytest.raises(UserError, match="does not support the pre-tokenizer of data.tokenizer="):
+    with pytest.raises(UserError, match=r"does not support the pre-tokenizer of data.tokenizer="):
         hf.save_gguf(model, tmp_path / "x.gguf", tokenizer=str(tmp_path))
 
 

@@ -156,7 +156,7 @@ def test_an_adapter_of_a_base_with_other_settings_is_only_merged(adapter: Path, 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope": {"theta": 500000.0}}, r"model.rope.theta=500000, but .*base.checkpoints.0 was trained with 10000; use"),
+        ({"rope": {"theta": 500000.0}}, r"model.rope.theta=500000, but .*checkpoints.0 was trained with 10000; use"),
         ({"window": 8}, "model.window=8, but .* was trained with null"),
         ({"norm_epsilon": 1e-6}, "model.norm_epsilon=1e-06, but .* was trained with 1e-05"),
         ({"dropout": 0.1}, None),
