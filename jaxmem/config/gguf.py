@@ -299,7 +299,8 @@ def _rope_scaling(opened: GgufFile, values: JsonView, settings: JsonView) -> Jso
             "original_max_position_embeddings": original,
             **{f"{kind}_factor": factors(tensors[f"rope_factors_{kind}.weight"]) for kind in ("short", "long")},
         }
-        return {"rope_scaling": scaling | _present(values, {"rope.scaling.attn_factor": "attention_factor"})}
+        scaling |= _present(values, {"rope.scaling.attn_factor": "attention_factor"})
+        return {"rope_scaling": scaling, "original_max_position_embeddings": original}
     if "rope_freqs.weight" in tensors:
         return {"rope_scaling": _llama3_scaling(opened, settings, original or 8192)}
     if kind == "none" or (kind == "linear" and factor in (0, 1)):

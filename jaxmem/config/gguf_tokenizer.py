@@ -54,24 +54,48 @@ PRE_TOKENIZERS: dict[str, str | tuple[str, ...] | None] = {
 }  # fmt: skip
 WITH_BEGIN = (*_OF_LLAMA3, "tekken")  # where `add_bos_token` is absent
 WHOLE_TOKENS_FIRST = (*WITH_BEGIN, "gpt-4o")  # `ignore_merges`
-# Parts of regular expressions that only one pre-tokenizer has, the most specific ones first.
-_PARTS = (
-    (r"\p{Lu}", r"\p{N}{1,3}", "gpt-4o"),
-    (r"\p{Lu}", "", "tekken"),
-    (r"\p{N}{1,3}", "", "llama-bpe"),
-    (r"\p{L}+|\p{N}|", "", "qwen2"),
-)
+_BYTE_LEVEL: JsonDict = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 
 def pre_tokenizer_name(pre_tokenizer: JsonView | None) -> str | None:
-    """llama.cpp's name for the pre-tokenizer of a tokenizer.json; None: it has none."""
-    text = json.dumps(pre_tokenizer, ensure_ascii=False)
-    for part, other, name in _PARTS:
-        if json.dumps(part)[1:-1] in text and json.dumps(other)[1:-1] in text:
-            return name
-    if '"Digits"' in text:
-        return "smollm"
-    return None if '"Split"' in text else "gpt-2"
+    """llama.cpp's name for the pre-tokenizer of a tokenizer.json; None: it has none. Of names that split alike, the
+    first of PRE_TOKENIZERS."""
+    steps = list(map(_usual_form, _steps(pre_tokenizer)))
+    return next((name for name, split in PRE_TOKENIZERS.items() if _pre_tokenizers(split) == steps), None)
+
+
+def _pre_tokenizers(split: str | tuple[str, ...] | None) -> list[JsonDict]:
+    """The pre-tokenizers of a tokenizer.json for a value of PRE_TOKENIZERS."""
+    if split is None:
+        return [_BYTE_LEVEL]
+    if split == DIGITS:
+        return [{"type": "Digits", "individual_digits": True}, _BYTE_LEVEL]
+    regexes = (split,) if isinstance(split, str) else split
+    isolated = {"type": "Split", "behavior": "Isolated", "invert": False}
+    return [*({**isolated, "pattern": {"Regex": regex}} for regex in regexes), {**_BYTE_LEVEL, "use_regex": False}]
+
+
+def _usual_form(step: JsonView) -> JsonView:
+    """A pre-tokenizer as `_pre_tokenizers` writes one that splits alike."""
+    if step.get("type") == "ByteLevel":
+        return {**_BYTE_LEVEL, **step, "trim_offsets": True}  # offsets are not tokens
+    if (step.get("behavior"), step.get("invert")) == ("Removed", True):  # all but matches, of which texts consist
+        return {**step, "behavior": "Isolated", "invert": False}
+    return step
+
+
+def _steps(part: JsonView | None) -> Sequence[JsonView]:
+    """The normalizers or pre-tokenizers of which one of a tokenizer.json consists."""
+    if part is None:
+        return []
+    return part.get("normalizers") or part.get("pretokenizers") or [part]
+
+
+def has_space_prefix(content: JsonView) -> bool:
+    """Whether a tokenizer.json adds a space before a text."""
+    steps = [*_steps(content.get("normalizer")), *_steps(content.get("pre_tokenizer"))]
+    kinds = [(step["type"], step.get("prepend_scheme", "always")) for step in steps]
+    return any(kind == "Prepend" or (kind == "Metaspace" and scheme != "never") for kind, scheme in kinds)
 
 
 def tokenizer_json(metadata: JsonView, size: int) -> JsonDict:
@@ -123,19 +147,11 @@ def _byte_level(metadata: JsonView, vocabulary: Mapping[str, int], _: Sequence[i
     if wrong := [merge for merge in merges if len(merge) != 2 or "".join(merge) not in vocabulary]:
         raise UnsupportedError(f"tokenizer.ggml.merges: {' '.join(wrong[0])[:60]!r} does not result in a token")
     split = PRE_TOKENIZERS[name]
-    bytes_of: JsonDict = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    before: list[JsonDict] = []
-    if split == DIGITS:
-        before = [{"type": "Digits", "individual_digits": True}]
-    elif split is not None:
-        regexes = (split,) if isinstance(split, str) else split
-        isolated = {"type": "Split", "behavior": "Isolated", "invert": False}
-        before = [{**isolated, "pattern": {"Regex": regex}} for regex in regexes]
-        bytes_of["use_regex"] = False
+    steps = _pre_tokenizers(split)
     return {
         "normalizer": {"type": "NFC"} if split == QWEN2 else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*before, bytes_of]} if before else bytes_of,
-        "decoder": {**bytes_of, "use_regex": True},
+        "pre_tokenizer": steps[0] if split is None else {"type": "Sequence", "pretokenizers": steps},
+        "decoder": _BYTE_LEVEL,
         "model": _bpe(vocabulary, merges, ignore_merges=name in WHOLE_TOKENS_FIRST),
     }
 

@@ -239,7 +239,8 @@ HF_ARCHITECTURES = {
     ),
     "Phi3ForCausalLM": HfFamily(
         "phi3",
-        {"rms_norm_eps": 1e-5},
+        # transformers reads this length only outside of rope_scaling, and has a default for it.
+        {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
         biased=False,
         windows="all",
         fused=CONCATENATED,

@@ -25,7 +25,7 @@ class HfScheme:
     listed: str | None = None  # the stored format with the same values; None: evenly spaced values
     block_size: int | None = None  # inputs that share a scale; None: all
     is_symmetric: bool = True  # whether the zero point is the middle of the codes
-    zero_offset: int = 0  # added to the zero points of the file
+    zero_offset: int = 0  # added to the zero points of the file, as words: a zero point of 0 borrowed from the next
     scale_group: int | None = None  # block scales that share a scale (double quantization)
     is_reordered: bool = False  # whether a block may have any inputs, not only neighbours (act-order)
     skipped: tuple[str, ...] = ()  # modules that are not quantized

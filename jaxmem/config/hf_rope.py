@@ -82,7 +82,8 @@ def _rope_fields(settings: JsonView, family: HfFamily) -> JsonDict:
         sections = (scaling, settings)
         lengths = [section[ORIGINAL_LENGTH] for section in sections if section.get(ORIGINAL_LENGTH) is not None]
         if len(lengths) == 2 and lengths[0] != lengths[1]:
-            raise UnsupportedError(f"{ORIGINAL_LENGTH} is {lengths[1]}, but in rope_scaling {lengths[0]}; remove one")
+            given = f"{ORIGINAL_LENGTH} is {lengths[1]}, but in rope_scaling {lengths[0]}"
+            raise UnsupportedError(f"{given}; set both to one value")
         default = lengths[0] if lengths else settings.get("max_position_embeddings")
         rope["original_length"] = read({}, ORIGINAL_LENGTH, Size, default)
     longer = None

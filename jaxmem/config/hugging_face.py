@@ -4,6 +4,7 @@
 with another scaling of rotary positions, or another kind of layer or activation.
 """
 
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -14,7 +15,7 @@ from jaxmem.config.hf_families import ACTIVATIONS, HF_ARCHITECTURES, WINDOWS, Hf
 from jaxmem.config.hf_quantized import quantization_fields, scheme_of
 from jaxmem.config.hf_rope import ORIGINAL_LENGTH, rope_fields, scaling_json
 from jaxmem.config.hf_values import Number, Quantity, Size, UnsupportedError, check_keys, read, read_json
-from jaxmem.config.networks import Decoder
+from jaxmem.config.networks import Decoder, Latent, Rope
 from jaxmem.errors import UserError, one_of
 from jaxmem.typing import JsonDict, JsonView
 
@@ -25,6 +26,8 @@ SHAPE = {
     "mlp": "intermediate_size",
     "heads": "num_attention_heads",
 }
+LENGTH = "max_position_embeddings"
+DEFAULT_LENGTH = 2048
 DTYPES = ("float32", "float16", "bfloat16")
 _OPTIONS = (
     "activation", "norms", "norm_offset", "qk_norm", "query_pre_attn_scalar", "attention_soft_cap", "logit_soft_cap",
@@ -43,7 +46,7 @@ FIXED: dict[str, tuple[object, ...]] = {
 }
 UNDERSTOOD = {
     *SHAPE.values(), "architectures", "model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "attention_bias",
-    "mlp_bias", "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings",
+    "mlp_bias", "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", LENGTH,
     ORIGINAL_LENGTH, "layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "quantization_config",
 }  # fmt: skip
 # Patterns of keys that do not change logits: names, ids of tokens, initialization of weights, defaults of generation.
@@ -60,6 +63,18 @@ WITHOUT_EFFECT = (
     "aux_loss_alpha", "seq_aux", "ep_size", "full_attn_mod", "interpolate_factor", "experts_per_token",
     "initial_context_length",
 )  # fmt: skip
+
+
+_EXPERTS = (
+    "count", "top_k", "renormalize", "shared", "shared_gate", "dense_mlp", "scale", "groups", "top_groups",
+)  # fmt: skip
+# The fields of `model` on which a value of `comparable` depends, where it is not the field of the same name.
+_FIELDS_OF = {
+    "experts": tuple(f"experts.{name}" for name in (*_EXPERTS, "every", "dense_layers")),
+    "latent": tuple(f"latent.{name}" for name in Latent.model_fields),
+    "windows": ("window", "layer_types"),
+    "ropes": tuple(f"{rope}.{name}" for rope in ("rope", "sliding_rope") for name in Rope.model_fields),
+}
 
 
 def decoder_fields(directory: str) -> JsonDict:
@@ -161,20 +176,22 @@ def _windows(settings: JsonView, family: HfFamily, layers: int) -> JsonDict:
     return {"window": read(settings, "sliding_window", Size), **kinds}
 
 
-def config_json(model: Decoder, base: JsonView | None = None, length: int = 2048) -> JsonDict:
+def config_json(model: Decoder, base: JsonView | None = None, length: int | None = None) -> JsonDict:
     """The config.json of a decoder: `base` if it is the same model, otherwise of the first family that supports it.
 
     `base` is the file that the model was loaded from; the ids of its special tokens are kept. `length`: the longest
-    sequence of the training.
+    sequence of a training.
     """
-    expected = _comparable(model)
+    expected = comparable(model)
     base = {key: value for key, value in text_settings(base or {}).items() if key != "quantization_config"}
     if base and _read_back(base) == expected:
-        return base
+        if not _is_longer(length, base):
+            return base
+        longer = {**base, LENGTH: length}
+        if _read_back(longer) == expected:  # the scaling of rotary positions may depend on this key
+            return longer
     token_ids = {key: value for key, value in base.items() if key.endswith("_token_id")}
-    if model.rope.scaling in ("llama3", "yarn", "longrope"):
-        length = max(length, round(model.rope.factor * model.rope.original_length))
-    length = base.get("max_position_embeddings", length)
+    length = _context_length(model.rope, base, length)
     architectures = base.get("architectures") or []  # the architecture of the base first
     for architecture, family in sorted(HF_ARCHITECTURES.items(), key=lambda item: item[0] not in architectures):
         written = {"architectures": [architecture], **_settings(model, family, length)}
@@ -188,19 +205,55 @@ def config_json(model: Decoder, base: JsonView | None = None, length: int = 2048
     )
 
 
-def _comparable(model: Decoder) -> JsonDict:
+def _is_longer(length: int | None, base: JsonView) -> bool:
+    """Whether the sequences of a training are longer than the context length of the base model."""
+    base_length = base.get(LENGTH)
+    return length is not None and isinstance(base_length, int) and base_length < length
+
+
+def _context_length(rope: Rope, base: JsonView, length: int | None) -> int:
+    """`max_position_embeddings` of a model whose settings differ from those of its base."""
+    base_length = base.get(LENGTH)
+    limit = base_length if isinstance(base_length, int) else length or DEFAULT_LENGTH
+    scaled = round(rope.factor * rope.original_length)
+    if rope.scaling in ("yarn", "longrope"):
+        limit = scaled
+    elif rope.scaling == "llama3":
+        limit = max(limit, scaled)
+    return max(limit, length or 0)
+
+
+def comparable(model: Decoder) -> JsonDict:
     """The fields that change the outputs of a model."""
     unequal = {"family", "preset", "hf", "quantization", "dropout", "experts"}
     unequal |= {"rope", "sliding_rope", "window", "layer_types"}
     ropes = [(rope.theta, rope.share, scaling_json(rope)) for rope in model.ropes]
-    compared = {"count", "top_k", "renormalize", "shared", "shared_gate", "dense_mlp", "scale", "groups", "top_groups"}
-    experts = model.experts and (model.experts.model_dump(include=compared), model.has_experts)
+    experts = model.experts and (model.experts.model_dump(include={*_EXPERTS}), model.has_experts)
     return {**model.model_dump(exclude=unequal), "experts": experts, "windows": model.windows, "ropes": ropes}
+
+
+def different_field(model: Decoder, base: Decoder) -> tuple[str, object, object] | None:
+    """The first field because of which two models have different outputs: its name, and its value in each of them."""
+    compared = [comparable(model), comparable(base)]
+    key = next((key for key, value in compared[0].items() if value != compared[1][key]), None)
+    if key is None:
+        return None
+    for name in _FIELDS_OF.get(key, (key,)):
+        value, base_value = (_value_of(decoder, name) for decoder in (model, base))
+        if value != base_value:
+            return f"model.{name}", value, base_value
+    raise AssertionError(f"{key} depends on other fields than {_FIELDS_OF.get(key, key)}")
+
+
+def _value_of(model: Decoder, name: str) -> object:
+    """The value of a field with a name such as `rope.theta`; None: the section is not set."""
+    section: object = model
+    return reduce(lambda part, field: getattr(part, field, None), name.split("."), section)
 
 
 def _read_back(settings: JsonView) -> JsonDict | None:
     try:
-        return _comparable(Decoder.model_validate(fields_of(settings)))
+        return comparable(Decoder.model_validate(fields_of(settings)))
     except (UnsupportedError, ValueError):
         return None
 
@@ -217,7 +270,7 @@ def _settings(model: Decoder, family: HfFamily, length: int) -> JsonDict:
         "attention_bias": model.attention_bias,
         "mlp_bias": model.mlp_bias,
         "tie_word_embeddings": model.tie_embeddings,
-        "max_position_embeddings": length,
+        LENGTH: length,
         "rope_theta": model.rope.theta,
         "rope_scaling": scaling_json(model.rope) or ({"rope_type": "default"} if scales_by_default else None),
         **({"partial_rotary_factor": model.rope.share} if family.has_partial_rope else {}),
@@ -236,6 +289,8 @@ def _settings(model: Decoder, family: HfFamily, length: int) -> JsonDict:
                 kind: {"rope_theta": rope.theta, **(scaling_json(rope) or {"rope_type": "default"})}
                 for kind, rope in zip(get_args(WINDOWS), (sliding, model.rope), strict=True)
             }
+    if ORIGINAL_LENGTH in family.defaults and ORIGINAL_LENGTH in (settings["rope_scaling"] or {}):
+        settings[ORIGINAL_LENGTH] = model.rope.original_length
     if family.asks_for_windows:
         settings["use_sliding_window"] = any(model.windows)
     if family.windows == "after":

@@ -227,7 +227,9 @@ class Checkpoint(Section):
 class Generate(Section):
     """Memory of text generation."""
 
-    kv_cache: Literal["full", "int8"] = setting("full", "format of the KV cache; full: the compute dtype")
+    kv_cache: Literal["full", "int8"] = setting(
+        "full", "format of the KV cache; full: the compute dtype; int8: keys of model.attention_bias stay full"
+    )
     prefill_chunk: Count = setting(1024, "tokens of a prompt per pass through the layers")
 
 

@@ -17,7 +17,17 @@ import numpy as np
 from jaxmem.config import Decoder
 from jaxmem.config.base import Section
 from jaxmem.config.gguf import INSTALL
-from jaxmem.config.gguf_tokenizer import BYTE, CONTROL, ENDS, NORMAL, UNKNOWN, UNUSED, USER, pre_tokenizer_name
+from jaxmem.config.gguf_tokenizer import (
+    BYTE,
+    CONTROL,
+    ENDS,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER,
+    has_space_prefix,
+    pre_tokenizer_name,
+)
 from jaxmem.config.networks import Rope
 from jaxmem.data.chat_template import template_for
 from jaxmem.data.tokenizer import FileTokenizer, Tokenizer, tokenizer_for
@@ -158,6 +168,9 @@ def _rope_scaling(rope: Rope) -> JsonDict:
     if rope.scaling == "yarn":
         if rope.attention_factor is not None:
             raise _unsupported(f"model.rope.attention_factor={rope.attention_factor:g}")
+        if rope.mscale is not None and rope.mscale_all_dim is not None:  # llama.cpp's factor is 1 + 0.1 ln(factor)
+            given = f"mscale={rope.mscale:g} with mscale_all_dim={rope.mscale_all_dim:g}"
+            raise _unsupported(f"model.rope.{given}")
         settings |= {
             "rope.scaling.original_context_length": rope.original_length,
             "rope.scaling.yarn_beta_fast": float(rope.beta_fast),
@@ -190,11 +203,11 @@ def _vocabulary(tokenizer: Tokenizer, name: str, size: int) -> JsonDict:
     if is_sentencepiece:  # a merge has the score of the token that it results in
         ranks = {merge.replace(" ", ""): -float(rank) for rank, merge in reversed(list(enumerate(merges, 1)))}
         scores = [ranks.get(token, 0.0) for token in tokens]
-        begins_with_space = any(mark in json.dumps(content) for mark in ('"Prepend"', '"first"', '"always"'))
         metadata |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": scores}
-        metadata["tokenizer.ggml.add_space_prefix"] = begins_with_space
+        metadata["tokenizer.ggml.add_space_prefix"] = has_space_prefix(content)
     else:
-        pre = pre_tokenizer_name(content.get("pre_tokenizer"))
+        # Without merges each byte is a token, wherever a text is split.
+        pre = pre_tokenizer_name(content.get("pre_tokenizer")) if merges else "gpt-2"
         if pre is None:
             raise _unsupported(f"the pre-tokenizer of data.tokenizer={name}")
         metadata |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": merges}

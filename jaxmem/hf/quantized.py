@@ -179,6 +179,12 @@ class EvenlySpaced:
         return 32 // self.scheme.bits
 
     @property
+    def zero_offset(self) -> np.int32:
+        """What is added to a word of zero points: `zero_offset` of the scheme at each of its codes, with carries."""
+        ones = sum(1 << self.scheme.bits * n for n in range(self.words))
+        return np.int32(self.scheme.zero_offset * ones)
+
+    @property
     def groups(self) -> int:
         return -(-self.columns // self.block)
 
@@ -206,8 +212,8 @@ class EvenlySpaced:
         bits = self.scheme.bits
         order = parts.pop(self.tensors.order, None)
         if self.scheme.is_symmetric and (packed := parts.pop(self.tensors.zeros, None)) is not None:
-            zeros = np.unpackbits(packed.view(np.uint8), bitorder="little").reshape(-1, bits) @ (1 << np.arange(bits))
-            if (zeros + self.scheme.zero_offset != 1 << bits - 1).any():
+            middle = sum(1 << bits * n + bits - 1 for n in range(self.words))
+            if ((packed + self.zero_offset).view(np.uint32) != middle).any():
                 raise ValueError("zero points are not symmetric, but quantization_config has sym=true")
         if order is None and self.scheme.is_reordered:
             raise ValueError("g_idx is missing, which act-order requires")
@@ -239,8 +245,8 @@ class EvenlySpaced:
         codes = self.codes(parts[names.codes], (self.columns, self.rows)[names.packed or 0], names.packed)
         scales = (parts[names.scales].T if names.is_transposed else parts[names.scales]).astype(jnp.float32)
         if names.zeros in parts:
-            zeros = self.codes(parts[names.zeros], self.rows, None if names.packed is None else 1)
-            zeros = zeros.astype(jnp.int32) + self.scheme.zero_offset
+            packed = parts[names.zeros] + self.zero_offset if self.scheme.zero_offset else parts[names.zeros]
+            zeros = self.codes(packed, self.rows, None if names.packed is None else 1).astype(jnp.int32)
         if (order := parts.get("order")) is not None:
             middle = 1 << bits - 1 if zeros is None else zeros[order]
             return (codes.astype(jnp.int32) - middle).astype(jnp.float32) * scales[order]

@@ -45,7 +45,7 @@ def save(
     tokenizer: str | None = None,
     chat_template: str | None = None,
     dtype: str | None = None,
-    length: int = 2048,
+    length: int | None = None,
     indices: Sequence[int] | None = None,
     ends: Collection[int] = (),
 ) -> None:
@@ -59,7 +59,7 @@ def save(
         tokenizer: The value of `data.tokenizer`; by default the tokenizer of the base.
         chat_template: The value of `data.chat_template`.
         dtype: float32, float16 or bfloat16; by default the dtype of the base, or of the weights.
-        length: The longest sequence of the training.
+        length: The longest sequence of a training; a smaller `max_position_embeddings` of the base becomes this value.
         indices: The position of each layer in a stack, by default in order.
         ends: Tokens that end an answer, in addition to those of the tokenizer.
     """

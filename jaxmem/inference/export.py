@@ -11,10 +11,11 @@ from jaxmem import hf
 from jaxmem.config import LOW_RANK, Data, Decoder
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hub import is_gguf
+from jaxmem.config.hugging_face import config_json, decoder_fields, different_field
 from jaxmem.data.chat import end_of_answer
 from jaxmem.data.chat_template import template_for
 from jaxmem.data.tokenizer import tokenizer_for
-from jaxmem.errors import UserError
+from jaxmem.errors import UserError, as_yaml
 from jaxmem.inference.load import HF_FOLDER, is_run, model_config, open_model
 
 
@@ -47,6 +48,8 @@ def export_model(
         raise UserError(
             f"export: --adapter does not support --dtype {dtype}; adapters keep their dtype; remove --dtype"
         )
+    if adapter and isinstance(saved_cfg.model, Decoder):
+        _check_base(saved_cfg.model, saved_cfg.adapter.kind)
     program, params = open_model(run, overrides, computes=False)
     cfg = program.cfg
     base_files = Path(run, HF_FOLDER) if is_run(run) else Path(getattr(cfg.model, "hf", ""))
@@ -67,15 +70,16 @@ def export_model(
         return f"{target}: an adapter for PEFT{'' if is_plain else note}"
     model = nnx.merge(program.model.graphdef, params)
     ends = _ends_of_answers(cfg.data)
+    trained_length = cfg.data.sequence_length if is_run(run) else None
     if is_gguf(target):
-        length = read_json(base_files / "config.json").get("max_position_embeddings") if base_files.is_dir() else None
-        length = length or cfg.data.sequence_length
+        base = read_json(base_files / "config.json") if base_files.is_dir() else None
+        settings = config_json(model.cfg, base, trained_length)
         hf.save_gguf(
             model,
             target,
             tokenizer=cfg.data.tokenizer,
             kind=dtype or "float16",
-            length=length,
+            length=settings.get("max_position_embeddings", cfg.data.sequence_length),
             indices=indices,
             chat_template=cfg.data.chat_template,
             ends=ends,
@@ -88,7 +92,7 @@ def export_model(
         tokenizer=cfg.data.tokenizer,
         chat_template=cfg.data.chat_template,
         dtype=dtype,
-        length=cfg.data.sequence_length,
+        length=trained_length,
         indices=indices,
         ends=ends,
     )
@@ -122,3 +126,17 @@ def _check_adapters(run: str | Path, kind: str, family: str, adapter: bool, merg
         )
     if adapter and family != "decoder":
         raise UserError(f"{run}: model.family={family} does not support --adapter; PEFT has adapters of decoders only")
+
+
+def _check_base(model: Decoder, kind: str) -> None:
+    """Refuses an adapter whose base model is not that of its directory, whose config.json PEFT reads."""
+    if model.hf is None:
+        return
+    difference = different_field(model, Decoder.model_validate(decoder_fields(model.hf)))
+    if difference is not None:
+        name, value, base_value = difference
+        remedy = f"train with {name}={as_yaml(base_value)}" if kind == "prompt" else "use --merge"
+        raise UserError(
+            f"export: {name}={as_yaml(value)} does not support --adapter, because PEFT reads {as_yaml(base_value)} from"
+            f" {model.hf}/config.json; {remedy}"
+        )

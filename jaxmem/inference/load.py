@@ -22,14 +22,16 @@ from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import LOW_RANK, Config, Decoder, Mesh, Pipeline
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hub import is_tokenizer_of, local_directory
+from jaxmem.config.hugging_face import different_field
 from jaxmem.config.load import load_config
 from jaxmem.config.mesh import MESH_AXES
 from jaxmem.config.names import LAYER_RANGE
+from jaxmem.config.networks import Network
 from jaxmem.config.peft import base_of, is_adapter, is_prompt
 from jaxmem.config.user import UserObjects
 from jaxmem.data.chat_template import template_in
 from jaxmem.distributed.agree import any_process
-from jaxmem.errors import UserError, one_of
+from jaxmem.errors import UserError, as_yaml, one_of
 from jaxmem.hf.peft import add_adapters, read_base
 from jaxmem.machine.devices import reserve_gpu_memory
 from jaxmem.models import user
@@ -209,6 +211,7 @@ def base_params(built: Program, checkpoints: Checkpoints, step: int) -> Tree:
     if saved.adapter.kind in (*LOW_RANK, "prompt"):
         raise UserError(f"{where}: has adapters; export it with --merge, and set model.hf to the exported directory")
     same = {name: getattr(here, name) for name in ("mesh", "rules", "zero", "pipeline", "batch", "memory")}
+    _check_model(where, here.model, saved.model)
     as_saved = dataclasses.replace(built, cfg=saved.model_copy(update=same))
     params = flatten_dict(_saved_params(as_saved, checkpoints, step))
     if here.adapter.kind == "head" and not isinstance(here.model, Decoder):
@@ -221,6 +224,19 @@ def base_params(built: Program, checkpoints: Checkpoints, step: int) -> Tree:
                 f"{where}: {'.'.join(path)} has shape {shape}, but model requires {expected}; use the model of that run"
             )
     return _store_as(built, unflatten_dict(params))
+
+
+def _check_model(where: object, model: Network, saved: Network) -> None:
+    """Refuses weights of a decoder for another one, which may have weights of the same shapes."""
+    if not (isinstance(model, Decoder) and isinstance(saved, Decoder)):
+        return
+    difference = different_field(model, saved)
+    if difference is not None:
+        name, value, saved_value = difference
+        raise UserError(
+            f"adapter.base_run: {name}={as_yaml(value)}, but {where} was trained with {as_yaml(saved_value)}; use the"
+            " model of that run"
+        )
 
 
 def initial_state(built: Program) -> TrainState:

@@ -2,9 +2,10 @@
 
 For L layers, R texts and a capacity of T tokens it has 2 L R T kv_heads head_dim elements, sharded over heads. In
 bfloat16 a head takes 2 head_dim bytes per token; in int8, with a scale per head and token, head_dim + 4 (Hooper et al.,
-arXiv:2401.18079, use fewer bits). Rounding to int8 changes an element by at most 1 / 254 of the absmax of its head. New
-keys and values are written in place. In addition to the cache, the keys and values of one layer exist in the compute
-dtype.
+arXiv:2401.18079, use fewer bits). Rounding to int8 changes an element by at most 1 / 254 of the absmax of its head.
+Keys with biases (Qwen2) are not quantized: if a few dimensions have biases of hundreds, the others would be rounded to
+0. New keys and values are written in place. In addition to the cache, the keys and values of one layer exist in the
+compute dtype.
 """
 
 from dataclasses import dataclass
@@ -80,16 +81,14 @@ class CacheSlot:
 
 
 def empty_cache(cfg: Decoder, rows: int, capacity: int, dtype: np.dtype, storage: str = "full") -> KVCache:
-    """A cache of zeros. `storage`: `full` (in `dtype`) or `int8`."""
+    """A cache of zeros. `storage`: `full` (in `dtype`) or `int8`, which keys with biases are not stored in."""
+    full = jax.ShapeDtypeStruct((cfg.layers, rows, capacity, cfg.kv_heads, cfg.head_dim), dtype)
 
-    values: Tree = jax.ShapeDtypeStruct((cfg.layers, rows, capacity, cfg.kv_heads, cfg.head_dim), dtype)
-    if storage != "full":
-        values = jax.eval_shape(lambda x: quantize(x, storage, None), values)
-
-    def zeros() -> Buffer:
+    def zeros(form: str) -> Buffer:
+        values: Tree = full if form == "full" else jax.eval_shape(lambda x: quantize(x, form, None), full)
         return _constrain(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), values))
 
-    return zeros(), zeros()
+    return zeros("full" if cfg.attention_bias else storage), zeros(storage)
 
 
 def grow(cache: KVCache, length: int) -> Tree:

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxmem import hf, models
 from jaxmem.config import Adapter, Decoder, load_config
+from jaxmem.config.hf_rope import ORIGINAL_LENGTH
 from jaxmem.config.hf_values import UnsupportedError
 from jaxmem.config.hugging_face import config_json, decoder_fields, fields_of
 from jaxmem.errors import UserError
@@ -105,6 +106,48 @@ def test_every_family_s_settings_are_written_as_they_are_read(compare) -> None:
         "LlamaForCausalLM"
         in config_json(Decoder(**fields_of(compare.config("llama2")) | {"rope": odd}))["architectures"]
     )
+
+
+def test_a_longer_context_than_that_of_the_base_is_written(compare) -> None:
+    """vLLM and llama.cpp read the longest sequence from this key."""
+    base = compare.config("qwen2") | {"max_position_embeddings": 64}
+    model = Decoder(**fields_of(base))
+    yarn = model.replace(rope={"scaling": "yarn", "factor": 4.0, "original_length": 64})
+    llama3 = model.replace(rope={"scaling": "llama3", "factor": 2.0, "original_length": 16})
+    cases = [
+        (model, base, None, 64),
+        (model, base, 32, 64),
+        (model, base, 96, 96),  # trained on longer sequences
+        (yarn, base, 32, 256),
+        (yarn, base, 300, 300),
+        (yarn, {**base, "max_position_embeddings": 512}, None, 256),
+        (yarn, None, 32, 256),
+        (llama3, base, None, 64),
+        (model, None, None, 2048),
+    ]
+    for decoder, settings, length, expected in cases:
+        written = config_json(decoder, settings, length)
+        assert written["max_position_embeddings"] == expected
+        assert fields_of(written) == fields_of(config_json(decoder))
+    # The original length is that of the base, if its scaling has none.
+    scaled = base | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+    longer = config_json(Decoder(**fields_of(scaled)), scaled, 300)
+    assert (longer["max_position_embeddings"], longer["rope_scaling"][ORIGINAL_LENGTH]) == (300, 64)
+
+
+def test_the_original_length_of_phi3_is_outside_of_its_scaling(compare) -> None:
+    """transformers ignores the one in `rope_scaling`, and has a default of 4096."""
+    settings = compare.config("phi4-mini")
+    for original in (6, 4096):
+        rope = {**fields_of(settings)["rope"], "original_length": original, "factor": 8.0}
+        written = config_json(Decoder(**{**fields_of(settings), "rope": rope}))
+        lengths = written[ORIGINAL_LENGTH], written["rope_scaling"][ORIGINAL_LENGTH]
+        assert (written["architectures"], lengths) == (["Phi3ForCausalLM"], (original, original))
+    del settings[ORIGINAL_LENGTH]
+    assert fields_of(settings)["rope"]["original_length"] == 4096
+    settings["rope_scaling"] = {**settings["rope_scaling"], ORIGINAL_LENGTH: 6}
+    with pytest.raises(UnsupportedError, match=r"is 4096, but in rope_scaling 6; set both"):
+        fields_of(settings)
 
 
 @pytest.mark.exhaustive

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from jaxmem import hf
 from jaxmem.config import Decoder, load_config
 from jaxmem.config.gguf import read_gguf
+from jaxmem.config.gguf_tokenizer import has_space_prefix, pre_tokenizer_name
 from jaxmem.config.hub import local_directory
 from jaxmem.config.methods import run_config
 from jaxmem.data.chat_template import template_for
@@ -281,6 +282,9 @@ def test_a_run_as_a_file_for_llama_cpp(tmp_path: Path, compare) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["given", "out.gguf"]
     rope = load_config(run_of(str(tmp_path / "out.gguf"))).model.rope
     assert rope == load_config(run_of(str(tmp_path / "given"))).model.rope
+    yarn = "model.rope={scaling: yarn, factor: 4.0, original_length: 32}"
+    export_model(tmp_path / "given", tmp_path / "yarn.gguf", overrides=[yarn])
+    assert read_gguf(tmp_path / "yarn.gguf").metadata["llama.context_length"] == 128
 
 
 def test_a_file_has_the_template_of_the_data(tmp_path: Path, compare) -> None:
@@ -304,6 +308,82 @@ def test_a_file_has_a_large_tokenizer_of_the_hub(tmp_path: Path, monkeypatch: py
     model = build(Decoder(**SMALL), nnx.Rngs(0))
     hf.save_gguf(model, tmp_path / "x.gguf", tokenizer="org/name")
     assert read_gguf(tmp_path / "x.gguf").metadata["tokenizer.ggml.tokens"][97] == "a"
+
+
+def split_by(regex: str, **changes: Any) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False, **changes}
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+AS_GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}  # use_regex is true if absent
+DIGITS = {"type": "Digits", "individual_digits": True}
+CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+NEMO = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT4O = NEMO.replace("]+|[^", "]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^").replace(
+    r"]*|\p{N}|", r"]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}|"
+)
+DEEPSEEK_V3 = (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s+")
+
+
+@pytest.mark.parametrize(
+    ("steps", "name"),
+    [
+        ([AS_GPT2], "gpt-2"),
+        ([DIGITS, AS_GPT2], "smollm"),  # SmolLM 1 and 2
+        ([split_by(CL100K), BYTES], "llama-bpe"),  # Llama 3 and SmolLM3
+        ([split_by(CL100K, behavior="Removed", invert=True), BYTES], "llama-bpe"),  # Phi-4
+        ([split_by(CL100K.replace("{1,3}", "")), BYTES], "qwen2"),
+        ([split_by(GPT4O, behavior="Removed", invert=True), BYTES], "gpt-4o"),
+        ([split_by(NEMO), BYTES], "tekken"),
+        ([*map(split_by, DEEPSEEK_V3), BYTES], None),
+        ([split_by(r"[\r\n]"), split_by(r"\s?\p{L}+"), DIGITS, BYTES], None),  # DeepSeek Coder
+        ([split_by(CL100K.replace(r"]?\p{L}+", r"]?[\p{L}\p{M}]+")), BYTES], None),  # Qwen 3.5
+        ([DIGITS, BYTES], None),
+        ([{**DIGITS, "individual_digits": False}, AS_GPT2], None),
+        ([{**AS_GPT2, "add_prefix_space": True}], None),
+        ([{"type": "Whitespace"}], None),
+        ([], None),
+    ],
+)
+def test_a_pre_tokenizer_has_the_name_of_one_that_splits_alike(steps: list[dict[str, Any]], name: str | None) -> None:
+    assert pre_tokenizer_name({"type": "Sequence", "pretokenizers": steps}) == name
+    if len(steps) == 1:
+        assert pre_tokenizer_name(steps[0]) == name
+
+
+def test_a_tokenizer_whose_pre_tokenizer_has_no_name_is_refused(tmp_path: Path) -> None:
+    content = byte_tokenizer()
+    content["model"]["vocab"]["ab"] = 257
+    content["model"]["merges"] = [["a", "b"]]
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*map(split_by, DEEPSEEK_V3), BYTES]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    model = build(Decoder(**SMALL), nnx.Rngs(0))
+    with pytest.raises(UserError, match=r"does not support the pre-tokenizer of data.tokenizer="):
+        hf.save_gguf(model, tmp_path / "x.gguf", tokenizer=str(tmp_path))
+
+
+@pytest.mark.parametrize("has_prefix", [True, False])
+def test_the_space_before_a_text_is_read_again(has_prefix: bool, tmp_path: Path) -> None:
+    """Whatever words the vocabulary has: "first" and "always" are also names of settings."""
+    tokens = CASES["llama-spm"][3]["tokens"]
+    changes = {
+        "tokenizer.ggml.tokens": [*tokens[:-2], "first", "always"],
+        "tokenizer.ggml.add_space_prefix": has_prefix,
+    }
+    directory = Path(directory_of("llama-spm", tmp_path, changes=changes))
+    hf.save_gguf(hf.load(directory), tmp_path / "again.gguf", tokenizer=str(directory))
+    assert read_gguf(tmp_path / "again.gguf").metadata["tokenizer.ggml.add_space_prefix"] == has_prefix
+    metaspace = {"type": "Metaspace", "replacement": "▁", "split": False}
+    for scheme in ("first", "always", "never"):
+        content = {"normalizer": None, "pre_tokenizer": {**metaspace, "prepend_scheme": scheme}}
+        assert has_space_prefix(content) == (scheme != "never")
 
 
 @pytest.mark.parametrize(
@@ -381,6 +461,11 @@ def test_values_that_float16_cannot_store_are_refused(tmp_path: Path) -> None:
             "qwen3 does not support model.rope.scaling=llama3",
         ),
         ({"logit_soft_cap": 30.0}, {}, "does not support model.logit_soft_cap=30"),
+        (
+            {"rope": {"scaling": "yarn", "factor": 8.0, "mscale": 0.7, "mscale_all_dim": 0.4}},
+            {},
+            r"does not support model.rope.mscale=0.7 with mscale_all_dim=0.4; export",
+        ),
         (
             {"kv_heads": 4, "latent": {"kv_rank": 8, "rope_dim": 8, "value_dim": 16}},
             {},

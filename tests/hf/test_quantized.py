@@ -14,12 +14,12 @@ from safetensors.numpy import save_file
 from jaxmem import hf
 from jaxmem.config import Decoder, load_config
 from jaxmem.config.hf_modules import MODULES
-from jaxmem.config.hf_quantized import HfScheme
+from jaxmem.config.hf_quantized import HfScheme, scheme_of
 from jaxmem.config.hf_values import UnsupportedError
 from jaxmem.config.hugging_face import config_json, decoder_fields, fields_of
 from jaxmem.errors import UserError
 from jaxmem.hf.peft import read_base
-from jaxmem.hf.quantized import Bitsandbytes4
+from jaxmem.hf.quantized import Bitsandbytes4, EvenlySpaced
 from jaxmem.inference.load import initial_state
 from jaxmem.kernels.codes import NF4, dynamic_code
 from jaxmem.quant import QTensor
@@ -205,6 +205,30 @@ def test_tensors_that_do_not_match_the_config_are_refused(name, tensor, change, 
     with pytest.raises(UserError, match=message) as refused:
         hf.load(written(tmp_path, name, tensors))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("form", ["gptq", "gptq_v2"])
+def test_zero_points_of_0_borrow_from_the_next_of_their_word(form: str, bits: int) -> None:
+    """GPTQModel subtracts 1 at each code of a word of 32 bits, and adds it again when it reads the file."""
+    words = 32 // bits
+    draw = np.random.default_rng(0)
+    codes = draw.integers(0, 2**bits, (32, 2 * words)).astype(np.uint32)  # [in, out]
+    zeros = np.array([0, 5, 7, 0, 0, 2**bits - 1, 8, 0] * 2, np.uint32)[: 2 * words]
+    shifts = bits * np.arange(words, dtype=np.uint32)
+    packed_zeros = (zeros.reshape(1, 2, words) << shifts).sum(-1, dtype=np.uint32)
+    if form == "gptq":
+        packed_zeros -= np.uint32({4: 0x11111111, 8: 0x01010101}[bits])
+    quantization = {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": False, "checkpoint_format": form}
+    scheme = scheme_of({"quantization_config": quantization})
+    assert scheme is not None
+    parts = {
+        "qweight": (codes.reshape(-1, words, 2 * words) << shifts[:, None]).sum(1, dtype=np.uint32).view(np.int32),
+        "scales": np.full((1, 2 * words), 0.5, np.float32),
+        "qzeros": packed_zeros.view(np.int32),
+    }
+    weight = EvenlySpaced(scheme, 2 * words, 32, 32).weight(parts).dequantize(jnp.float32)
+    np.testing.assert_allclose(weight, (codes.astype(np.float32) - zeros) / 2, atol=1e-4)
 
 
 def test_groups_of_scales_continue_in_the_next_row():

@@ -140,6 +140,41 @@ def test_adapters_of_a_base_in_bfloat16_are_not_rounded(adapter: Path, tmp_path:
     assert (one_format.precision.parameters, one_format.adapter.base) == ("bfloat16", None)
 
 
+def test_an_adapter_of_a_base_with_other_settings_is_only_merged(adapter: Path, tmp_path: Path) -> None:
+    """PEFT reads the settings of the base from its directory."""
+    other = "model.rope={theta: 500000.0, scaling: linear, factor: 4.0}"
+    message = r"model.rope.theta=500000 does not support --adapter, because PEFT reads 10000 from .*half.*use --merge"
+    with pytest.raises(UserError, match=message):
+        export_model(adapter, tmp_path / "out", adapter=True, overrides=[other])
+    message = r"model.rope.scaling=linear does not .* PEFT reads none from"
+    with pytest.raises(UserError, match=message):
+        export_model(adapter, tmp_path / "out", adapter=True, overrides=["model.rope={scaling: linear, factor: 4.0}"])
+    export_model(adapter, tmp_path / "out", merge=True, overrides=[other])
+    assert json.loads((tmp_path / "out/config.json").read_text())["rope_theta"] == 500000.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope": {"theta": 500000.0}}, r"model.rope.theta=500000, but .*checkpoints.0 was trained with 10000; use"),
+        ({"window": 8}, "model.window=8, but .* was trained with null"),
+        ({"norm_epsilon": 1e-6}, "model.norm_epsilon=1e-06, but .* was trained with 1e-05"),
+        ({"dropout": 0.1}, None),
+    ],
+)
+def test_a_base_run_of_the_same_shapes_must_be_the_same_model(
+    changes: dict[str, Any], message: str | None, tmp_path: Path
+) -> None:
+    save_run(tmp_path / "base", program(load_config(settings()), jax.devices()[:1]))
+    adapter = {"kind": "lora", "rank": 2, "base_run": str(tmp_path / "base")}
+    built = program(load_config(settings(model={**MODEL, **changes}, adapter=adapter)), jax.devices()[:1])
+    if message is None:
+        assert initial_state(built).params["blocks"]["mlp"]["up"]["lora"]["a"].shape == (4, 16, 2)
+        return
+    with pytest.raises(UserError, match=message):
+        initial_state(built)
+
+
 def test_a_tokenizer_ends_an_answer_with_its_eos_token(other: Path) -> None:
     content = json.loads((other / "tokenizer.json").read_text())
     content["added_tokens"].append({**content["added_tokens"][0], "id": 262, "content": "<|eot|>"})
