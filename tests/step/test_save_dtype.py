@@ -74,9 +74,7 @@ def test_what_has_no_names_is_refused(remat):
 
 def test_experts_that_would_be_chosen_again_are_refused():
     with pytest.raises(UserError, match=r"memory.save_dtype=fp8 does not support model.experts"):
-        config(
-            memory={"remat": "dots", "save_dtype": "fp8"}, model={"preset": "tiny", "experts": {"count": 4, "top_k": 2}}
-        )
+        config(memory={"remat": "dots", "save_dtype": "fp8"}, model={"preset": "tiny", "experts": {"count": 4, "top_k": 2}})
 
 
 def wide(save_dtype, remat, offload="none"):
