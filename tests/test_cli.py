@@ -137,11 +137,19 @@ def test_evaluate_on_the_whole_of_one_file(run: Path, tmp_path: Path, capsys: py
     assert json.loads(out)["loss"] > 0
 
 
-def test_a_run_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["generate", "--prompt", "x"], ["evaluate"]):
-        code, out, err = jaxmem(*command, str(tmp_path / "none"), capsys=capsys)
-        assert (code, out) == (2, "")
-        assert "none is neither a run" in err
+def test_a_run_that_does_not_exist(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it could be an id of the hub, which is not asked."""
+    monkeypatch.chdir(tmp_path)
+    for command in (["generate", "--prompt", "x"], ["evaluate"], ["chat"], ["export"]):
+        for name in ("none", "runs/none"):
+            target = ["exported"] if command == ["export"] else []
+            code, out, err = jaxmem(*command, name, *target, capsys=capsys)
+            assert (code, out) == (2, "")
+            assert err.startswith(f"error: {name} does not exist; use the directory of a run")
+    (tmp_path / "empty").mkdir()
+    assert "empty is neither a run" in jaxmem("evaluate", "empty", capsys=capsys)[2]
 
 
 def test_plan(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,6 +224,18 @@ def test_plan_for_a_target(run: Path, capsys: pytest.CaptureFixture[str], monkey
     for arguments in ([], ["--target", "h100-80gb:8"]):
         assert jaxmem("plan", str(run / "config.yaml"), *arguments, "--json", capsys=capsys)[:2] == (0, "{}\n")
     assert asked == [None, "h100-80gb:8"]
+
+
+def test_a_preset_of_a_similar_name_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory of a Hugging Face model that does not exist could be a typing error."""
+    monkeypatch.chdir(tmp_path)
+    planned = SimpleNamespace(as_json=dict, fits=True, target=SimpleNamespace(gpu=None))
+    monkeypatch.setattr("jaxmem.planning.result.plan", lambda *_, **__: planned)
+    note = "llama-3-8b: no such directory; planning the preset llama3-8b with random weights\n"
+    assert jaxmem("plan", "llama-3-8b", "--json", capsys=capsys)[2] == note
+    assert jaxmem("plan", "llama3-8b", "--json", capsys=capsys)[2] == ""
 
 
 def test_tokenize_writes_what_training_reads(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

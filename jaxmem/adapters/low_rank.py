@@ -35,6 +35,7 @@ from jaxtyping import Array, Float, Int
 from jaxmem.adapters import flax_layers
 from jaxmem.adapters.trained_parts import prompt
 from jaxmem.config.adapter import LORA_WEIGHTS, Adapter, LowRank, is_match, low_rank_layers
+from jaxmem.config.hf_modules import ALL_MODULES
 from jaxmem.config.names import count_layers, is_last_stack, split_stack
 from jaxmem.errors import UserError, nearest
 from jaxmem.models.decoder import Decoder
@@ -265,14 +266,27 @@ def _targets(
     for name, size in sizes.items():
         module_name, layers_of_stack = split_stack(name)
         every.append((module_name, layers_of_stack or range(size or 1), total if layers_of_stack else size))
-    for key in ("targets", "alpha_pattern"):
-        for pattern in getattr(cfg, key) or ():
-            if not any(is_match(pattern, name, i, count) for name, layers, count in every for i in layers):
-                raise UserError(f"adapter.{key}: {pattern} matches no layer{nearest(pattern, known)}")
+    problems = [
+        f"adapter.{key}: {pattern} matches no layer{_nearest_target(pattern, [name for name, _, _ in every])}"
+        for key in ("targets", "alpha_pattern")
+        for pattern in getattr(cfg, key) or ()
+        if not any(is_match(pattern, name, i, count) for name, layers, count in every for i in layers)
+    ]
+    if problems:
+        raise UserError("\n".join(problems))
     for name, module in known.items():
         layers = low_rank_layers(cfg, name, sizes[name], total)
         if any(layers):
             yield name, module, layers
+
+
+def _nearest_target(pattern: str, names: Sequence[str]) -> str:
+    """A hint for a pattern that matches no layer: the layer that PEFT calls so (q_proj), or a similar name."""
+    if pattern in ("all-linear", "linear"):
+        return "; use blocks.*, all linear layers of the blocks"
+    peft_name = pattern.rpartition(".")[2]
+    target = next((name for name in names if ALL_MODULES.get(name, "").rpartition(".")[2] == peft_name), None)
+    return f"; did you mean {target}?" if target is not None else nearest(pattern, names)
 
 
 def _param(value: jax.Array, axes: Axes) -> nnx.Param:

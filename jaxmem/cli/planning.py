@@ -164,6 +164,7 @@ def _config(
 ) -> Config:
     """The config, which is checked before jax is imported. Also chooses its devices."""
     from jaxmem.config.methods import run_config
+    from jaxmem.config.presets import preset_of
 
     if source is None:
         raise UserError(
@@ -175,6 +176,9 @@ def _config(
     else:  # the target is checked when it is used
         count = math.prod(map(int, re.findall(r"\d+", target.partition(":")[2]))) or 1
     cfg = run_config(source, overrides or (), devices=count, **options)
+    preset = preset_of(source)
+    if preset not in (None, source) and not Path(source).exists():
+        _progress(f"{source}: no such directory; planning the preset {preset} with random weights")
     take_devices(simulate, only_compile=True)
     return cfg
 

@@ -27,6 +27,7 @@ StoredFormat = Literal[
     "float32", "bfloat16", "int8", "int6", "int5", "int4", "int3", "int2", "uint8", "uint6", "uint5", "uint4",
     "uint3", "uint2", "nf4", "fp4", "mxfp4", "fp8_e4m3", "fp8_e5m2", "dynamic8", "dynamic4",
 ]  # fmt: skip
+RUNS = "runs"  # the default of `output`, the directory of all runs
 Scaling = Literal["tensor", "row", "mxfp8"]  # the scales of matmuls in FP8
 
 

@@ -18,11 +18,12 @@ from glob import has_magic
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from jaxmem.config.base import RUNS
 from jaxmem.errors import UserError, abridge, one_line
 
 SETTINGS_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
 WEIGHT_FILES = ["model*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"]
-FILES = (".json", ".yaml", ".yml")
+FILES = (".json", ".yaml", ".yml", ".toml")
 HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
 DATASETS = "hf://datasets/"
 DATASET_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w.-]+))?(?:/(.*))?")
@@ -32,9 +33,11 @@ SPLIT_PATTERN = re.compile(
 
 
 def is_id(name: str) -> bool:
-    """Whether a name can only be an id of the hub: it has the form of an id, and no directory `org` exists here."""
+    """Whether a name can only be an id of the hub: it has the form of an id, and no directory `org` exists here.
+    `runs/name` is always a run, also one that does not exist."""
     path = Path(name)
-    return not is_gguf(name) and bool(HUB_ID.fullmatch(name)) and path.suffix not in FILES and not path.parent.exists()
+    is_local = path.parent.exists() or path.parts[:1] == (RUNS,)
+    return not is_gguf(name) and bool(HUB_ID.fullmatch(name)) and path.suffix not in FILES and not is_local
 
 
 def is_gguf(name: str | os.PathLike[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Loads a YAML file or a dict as a checked `Config`, and saves it.
+"""Loads a YAML file (or a TOML file) or a dict as a checked `Config`, and saves it as YAML.
 
 Only a safe part of YAML is supported: no tags, anchors, aliases or repeated keys, at most 256 KiB. Numbers and booleans
 are read as in YAML 1.2, so that `1e-3` is a number and `no` is text.
@@ -6,6 +6,7 @@ are read as in YAML 1.2, so that `1e-3` is a number and `no` is text.
 
 import os
 import re
+import tomllib
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -165,9 +166,31 @@ def _copy(value: Any) -> Any:
     return {key: _copy(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
-def _parse(text: str, origin: str, *, is_file: bool = True) -> Any:
+def _check_size(text: str, origin: str) -> None:
     if len(text) > MAX_BYTES:
         raise UserError(f"{origin}: larger than {MAX_BYTES // 1024} KiB, the limit for a config; use a YAML file")
+
+
+def _parse_toml(text: str, origin: str) -> JsonDict:
+    """The settings of a TOML file, such as one of torchtitan, whose keys are then explained like those of YAML."""
+    _check_size(text, origin)
+    try:
+        raw = tomllib.loads(text)
+    except ValueError as error:  # also a number of thousands of digits
+        raise UserError(f"{origin}: {str(error).splitlines()[0]}") from None
+    except RecursionError:
+        raise UserError(f"{origin}: nested deeper than {MAX_DEPTH}") from None
+    level: list[Any] = [raw]
+    for _ in range(MAX_DEPTH + 1):
+        sections = [value for value in level if isinstance(value, dict | list)]
+        level = [item for value in sections for item in (value.values() if isinstance(value, dict) else value)]
+    if level:
+        raise UserError(f"{origin}: nested deeper than {MAX_DEPTH}")
+    return raw
+
+
+def _parse(text: str, origin: str, *, is_file: bool = True) -> Any:
+    _check_size(text, origin)
     try:
         return yaml.load(text, YamlLoader)  # noqa: S506, a SafeLoader made stricter
     except yaml.MarkedYAMLError as error:
@@ -194,9 +217,7 @@ def _read(path: Path) -> JsonDict:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"{path}: cannot be read: {reason}") from None
-    if path.suffix == ".toml":
-        raise UserError(f"{path}: a config is a YAML file, not TOML; write `key: value` lines, see configs/demo.yaml")
-    raw = _parse(text, str(path))
+    raw = _parse_toml(text, str(path)) if path.suffix == ".toml" else _parse(text, str(path))
     if not isinstance(raw, dict):
         given = "is empty" if raw is None else f"contains {as_yaml(raw)[:60]}"
         raise UserError(f"{path} {given}; write `key: value` lines, see configs/demo.yaml")

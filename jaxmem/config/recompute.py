@@ -82,7 +82,7 @@ _Policy = Literal[*_PLAIN, "auto"]  # type: ignore[valid-type]
 
 def _check_number(policy: str) -> str:
     if re.match(NUMBERED, policy) is None:
-        raise PydanticCustomError("policy", "Input should be every_K or slots_K, with a number K")
+        raise PydanticCustomError("policy", "Input should be every_K, slots_K (K: a number)")
     return policy
 
 

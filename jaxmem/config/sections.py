@@ -13,6 +13,7 @@ from pydantic import Field, PrivateAttr
 
 from jaxmem.config.adapter import Adapter
 from jaxmem.config.base import (
+    RUNS,
     Count,
     Fraction,
     Length,
@@ -247,7 +248,7 @@ class Config(Section):
 
     name: str = setting(..., "name of the run's directory in output")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = setting(0, "seed of weights, data order, dropout and rounding")
-    output: str = setting("runs", "directory of all runs")
+    output: str = setting(RUNS, "directory of all runs")
     objective: Objective = Objective()
     model: Model
     data: Data = Data()

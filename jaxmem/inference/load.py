@@ -77,6 +77,10 @@ def model_config(directory: str | Path, overrides: Sequence[str] = ()) -> Config
         return load_config(_hf_config(directory), overrides)
     if is_adapter(directory):
         return _adapter_config(directory, overrides)
+    if not directory.exists():
+        raise UserError(
+            f"{directory} does not exist; use the directory of a run or of a Hugging Face model, or org/name"
+        )
     raise UserError(
         f"{directory} is neither a run (no config.yaml) nor a Hugging Face model (no config.json); use a directory "
         "that `jaxmem train` wrote, or a directory with config.json and *.safetensors"
@@ -137,7 +141,8 @@ def check_run(directory: str | Path, key: str = "") -> None:
     """Refuses a directory that is not a run. `key`: the config key that names it."""
     if not is_run(directory):
         setting = f"{key}={directory}" if key else str(directory)
-        raise UserError(f"{setting} is not a run (no config.yaml); use a directory that `jaxmem train` wrote")
+        problem = "is not a run (no config.yaml)" if Path(directory).exists() else "does not exist"
+        raise UserError(f"{setting} {problem}; use a directory that `jaxmem train` wrote")
 
 
 def open_run(

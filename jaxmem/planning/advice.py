@@ -36,6 +36,7 @@ from jaxmem.step.programs import Program
 LARGE_SHARE = 0.2  # of the total bytes
 NOTABLE_SHARE = 0.01
 MIN_UNSHARDED = 2**24  # bytes of an unsharded array that a warning names; in smaller ones, sizes coincide often
+MIN_FLOAT32_BASE = 2 * 2**30  # bytes of frozen float32 weights that a warning names
 # Settings that take time to save memory, and the nearest value that takes less.
 FASTER = {
     "optimizer.clip_by": "previous", "memory.remat": "full", "memory.offload": "none", "precision.compute": "bfloat16",
@@ -328,6 +329,18 @@ def _float32_adapters(plan: Plan) -> Iterator[PlanWarning]:
         yield PlanWarning("float32 adapters", text, cure)
 
 
+def _float32_base(plan: Plan) -> Iterator[PlanWarning]:
+    """Frozen weights in float32, the default, which a base in bfloat16 does not need."""
+    cfg = plan.program.cfg
+    if cfg.adapter.kind not in LOW_RANK or cfg.base_precision.parameters != "float32":
+        return
+    params = plan.program.spec.state.params
+    size = bytes_on_device(params) - bytes_on_device(plan.program.model.select(params))
+    if size > MIN_FLOAT32_BASE:
+        text = f"the frozen weights are stored in float32: {format_bytes(size)} per device"
+        yield PlanWarning("float32 base", text, "adapter.base=bfloat16, which halves this")
+
+
 def _sequence_length(plan: Plan) -> Iterator[PlanWarning]:
     """Positions on which a Hugging Face model was not trained."""
     cfg = plan.program.cfg
@@ -375,4 +388,4 @@ _CHECKS_OF_BYTES: Sequence[Check] = (
     _recomputed_by_xla, _not_in_fp8, _offload, _unsharded, _gathered_model, _logits, _replicated, _all_scores,
     _tensor_across_hosts, _not_sharded, _padding_layers, _first_layers, _pipeline_bubble, _float32_adapters,
 )  # fmt: skip
-_CHECKS_AT_START: Sequence[Check] = (_sequence_length, _slow_settings)
+_CHECKS_AT_START: Sequence[Check] = (_float32_base, _sequence_length, _slow_settings)

@@ -128,7 +128,13 @@ def test_settings_of_other_tools_that_need_no_key():
         ("precision.parameters=float8", "did you mean fp8_e4m3?"),
         ("memory.remat=true", "did you mean full?"),
         ("memory.remat=false", "did you mean none?"),
+        ("memory.remat=selective", "did you mean dots?"),
         ("optimizer=lion", "use optimizer.name=lion"),
+        ("optimizer=adamw_8bit", "use optimizer.name=adamw8bit"),
+        (
+            "adapter.targets=all-linear",
+            "use a list such as [blocks.attention.q], or [blocks.*] for all linear layers of the blocks",
+        ),
         ("adapter=qlora", "use adapter.kind=qlora"),
     ],
 )
@@ -136,11 +142,65 @@ def test_values_of_other_tools_and_of_sections(override, hint):
     assert lines(override)[0].endswith(f"; {hint}")
 
 
-def test_a_toml_file_is_not_a_config(tmp_path):
-    file = tmp_path / "a.toml"
-    file.write_text('[model]\nflavor = "8B"\n')
-    with pytest.raises(UserError, match=r"a\.toml: a config is a YAML file, not TOML"):
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("load_in_8bit=false", "remove it, since it is false"),
+        ("load_in_4bit=false", "remove it, since it is false"),
+        ("load_in_4bit=true", "use adapter.kind=qlora"),
+        ("wandb_project=null", "remove it, since it is null"),
+        ("early_stopping_patience=null", "remove it, since it is null"),
+        ("adapter.use_rslora=false", "remove it, since it is false"),  # the default
+        ("sample_packing=false", "use data.packing"),
+        ("max_grad_norm=null", "use optimizer.clip"),
+        ("data.pakcing=false", "did you mean data.packing?"),
+    ],
+)
+def test_a_setting_that_is_switched_off_is_removed_unless_it_changes_the_default(override, hint):
+    assert lines(override) == [f"{override.partition('=')[0]}: unknown key; {hint}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("saves_per_epoch", "checkpoint.every, a number of updates"),
+        ("save_strategy", "checkpoint.every, a number of updates"),
+        ("evals_per_epoch", "train.evaluate_every, a number of updates"),
+        ("eval_strategy", "train.evaluate_every, a number of updates"),
+        ("datasets", "data.path, and data.source=chat for conversations"),
+    ],
+)
+def test_settings_of_other_tools_in_other_units(name, unit):
+    assert lines(f"{name}=1") == [f"{name}: unknown key; use {unit}"]
+
+
+def test_the_keys_of_a_toml_file_are_explained(tmp_path):
+    file = tmp_path / "titan.toml"
+    file.write_text('[model]\nflavor = "8B"\n[optimizer]\nlr = 3e-4\n[parallelism]\ntensor_parallel_degree = 2\n')
+    with pytest.raises(UserError) as error:
         load_config(file)
+    text = str(error.value)
+    assert "model.flavor: unknown key; use model.preset\n" in text
+    assert "optimizer.lr: unknown key; use optimizer.learning_rate\n" in text
+    assert "parallelism: unknown key; use mesh, such as" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("name = \n", r"a\.toml: Invalid value \(at line 1"),
+        ("x = " + "[" * 5000, r"a\.toml: nested deeper than 16"),
+        ("name" + ".a" * 5000 + " = 1", r"a\.toml: nested deeper than 16"),
+        (f"seed = {'1' * 5000}", r"a\.toml: Exceeds the limit"),
+        ("# " + "x" * 300_000, r"a\.toml: larger than 256 KiB"),
+    ],
+)
+def test_a_toml_file_that_cannot_be_read_is_one_line(tmp_path, text, problem):
+    file = tmp_path / "a.toml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=problem) as error:
+        load_config(file)
+    assert "\n" not in str(error.value)
 
 
 def test_an_unknown_key_of_an_optional_section():

@@ -62,6 +62,24 @@ def test_what_a_page_shows_of_a_config_is_one(page: Path, shown: list[dict[str, 
             load_config(ANY, with_what_is_here(settings, tmp_path))
 
 
+def test_a_config_that_a_page_says_to_save_is_complete(tmp_path: Path) -> None:
+    """Without the Hugging Face directory of the model, and with a chat template in its place."""
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    file = tmp_path / "mine.yaml"
+    pages = set()
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for block in re.findall(r"`mine\.yaml`[^\n]*:\n\n```yaml\n(.*?)```", text, re.DOTALL):
+            config = yaml.safe_load(block)
+            assert config["model"].pop("hf")
+            config["model"]["preset"] = "tiny"
+            config["data"]["chat_template"] = str(tmp_path / "chat.jinja")
+            file.write_text(yaml.safe_dump(config))
+            assert load_config(file).name == "mine", page
+            pages.add(page.name)
+    assert {"adapters.md", "hugging-face.md", "fine-tune.md", "switch.md", "public-dataset.md"} <= pages
+
+
 def test_links_lead(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert not re.search(r"\]\([\w./#-]+\n", text)  # a break within an address: Markdown shows it as text

@@ -75,7 +75,17 @@ def test_what_is_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("configs").mkdir()
     ids = ["org/name", "org/na.me-2@main"]
-    paths = ["name", "configs/name", "./org/name", "/org/name", "org/name/more", "org/name.yaml", "~/name"]
+    paths = [
+        "name",
+        "configs/name",
+        "./org/name",
+        "/org/name",
+        "org/name/more",
+        "org/name.yaml",
+        "org/name.toml",
+        "~/name",
+    ]
+    paths.append("runs/name")  # the default directory of runs, which does not exist
     assert [name for name in ids + paths if is_id(name)] == ids
     assert [local_directory(name, "model.hf") for name in paths] == paths
     assert [is_model(name) for name in (*ids, "configs/name")] == [True, True, False]

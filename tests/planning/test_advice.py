@@ -58,6 +58,22 @@ def test_float32_adapters_and_the_setting_that_halves_them() -> None:
     assert warned("bfloat16", MIB) == warned("float32", 1000 * MIB) == []
 
 
+def test_a_float32_base_and_the_setting_that_halves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warned(**adapter: str) -> list[PlanWarning]:
+        return found(advice._float32_base, program=program(config(adapter=adapter), jax.devices()[:1]))
+
+    assert not warned(kind="lora"), "a small base"
+    monkeypatch.setattr(advice, "MIN_FLOAT32_BASE", 100_000)
+    [warning] = warned(kind="lora")
+    frozen = 4 * program(config(), jax.devices()[:1]).model.parameter_count
+    assert f"{frozen / 2**10:.1f} KiB per device" in warning.text
+    assert warning.cure.split(",")[0] == "adapter.base=bfloat16"
+    assert len(warned(kind="dora")) == 1
+    assert not warned(kind="lora", base="bfloat16")
+    assert not warned(kind="qlora")
+    assert not warned(kind="none")
+
+
 @pytest.mark.exhaustive
 def test_a_setting_that_makes_a_step_much_longer_and_its_neighbour() -> None:
     def warned(*overrides: str) -> list[PlanWarning]:

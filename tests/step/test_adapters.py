@@ -143,9 +143,18 @@ def test_the_state_of_an_adapted_embedding_and_head_is_on_the_host():
     assert len(jax.tree.leaves(away.built.spec.host_state)) >= 4  # both moments of both matrices
 
 
-def test_an_unknown_target():
-    with pytest.raises(UserError, match=r"blocks\.atention\.q matches no layer; did you mean"):
-        _ = program(adapted(adapter={"targets": ["blocks.atention.q"]}), jax.devices()[:1]).spec.state
+def test_unknown_targets():
+    """Among them names of PEFT, all of which are answered."""
+    targets = ["blocks.atention.q", "q_proj", "mlp.down_proj", "lm_head", "all-linear"]
+    with pytest.raises(UserError) as error:
+        _ = program(adapted(adapter={"targets": targets}), jax.devices()[:1]).spec.state
+    assert str(error.value).split("\n") == [
+        "adapter.targets: blocks.atention.q matches no layer; did you mean blocks.attention.q?",
+        "adapter.targets: q_proj matches no layer; did you mean blocks.attention.q?",
+        "adapter.targets: mlp.down_proj matches no layer; did you mean blocks.mlp.down?",
+        "adapter.targets: lm_head matches no layer; did you mean head?",
+        "adapter.targets: all-linear matches no layer; use blocks.*, all linear layers of the blocks",
+    ]
 
 
 @pytest.mark.exhaustive

@@ -37,7 +37,7 @@ def test_a_new_classifier_on_a_backbone(tmp_path):
     wider = {"family": "mlp", "layers": 1, "embed": 16, "mlp": 24, "outputs": 1}
     with pytest.raises(UserError, match=r"mlp\.down\.weight has shape \[1, 16, 16\], but model requires \[1, 24"):
         run(config("other", "binary", 1, adapter=adapter, model=wider), ONE)
-    with pytest.raises(UserError, match=r"adapter.base_run=nowhere is not a run"):
+    with pytest.raises(UserError, match=r"adapter.base_run=nowhere does not exist"):
         run(config("other", "binary", 1, adapter={"kind": "head", "base_run": "nowhere"}), ONE)
 
 
