@@ -5,11 +5,11 @@
     python tests/support/check_numbers.py --plan llama3-8b  # figures of these configs only
 
 A config states in its header the command that makes its figure, `jaxmem plan CONFIG --target GPU`, and `Planned: N
-GiB`. A row of a table in README or docs that names a config repeats its figure in its last cell. A figure in a text is
-followed by a comment with its command: `<!-- 21.9 GiB, 13.5 s: jaxmem plan CONFIG --target GPU OVERRIDES -->`. The
-tables of scripts/bench and the pages of docs/tour name the command that prints them again. A figure is followed by
-the digest of what it shows, `![name](name.png)<!-- figure 0123456789abcdef -->`, which is also in the file: a page and
-a figure that were not made together differ.
+GiB`, and perhaps `N s per step`. A row of a table in README or docs that names a config repeats its figure in its last
+cell. A figure in a text is followed by a comment with its command: `<!-- 21.9 GiB, 13.5 s: jaxmem plan CONFIG --target
+GPU OVERRIDES -->`. The tables of scripts/bench and the pages of docs/tour name the command that prints them again. A
+figure is followed by the digest of what it shows, `![name](name.png)<!-- figure 0123456789abcdef -->`, which is also in
+the file: a page and a figure that were not made together differ.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from scripts.bench import quality, quantization, recompute
 
 ROOT = Path(__file__).parents[2]
 PLANNED = re.compile(r"^# Planned: ([\d.]+) GiB", re.MULTILINE)
+SECONDS = re.compile(r"^#.*?([\d.]+) s per step", re.MULTILINE)
 HEADER = re.compile(r"^#\s+jaxmem plan\s+(configs/\S+\.yaml) --target (\S+)$", re.MULTILINE)
 COMMENT = re.compile(
     r"<!-- (?P<sizes>[\d., GiBs]+): jaxmem plan configs/(\S+)\.yaml --target (\S+)(.*?) -->", re.DOTALL
@@ -77,7 +78,9 @@ def headers() -> Iterator[Figure]:
         text = path.read_text(encoding="utf-8")
         command, planned = HEADER.search(text), PLANNED.search(text)
         if command and planned:
-            yield Figure(f"configs/{path.name}", path.stem, command[2], "", {"GiB": planned[1]})
+            seconds = SECONDS.search(text, planned.start())
+            stated = {"GiB": planned[1]} | ({"s": seconds[1]} if seconds else {})
+            yield Figure(f"configs/{path.name}", path.stem, command[2], "", stated)
 
 
 def comments() -> Iterator[tuple[Figure, str]]:
