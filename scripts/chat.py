@@ -92,7 +92,7 @@ def main(model: str | None = None) -> None:
     write_conversations()
     before = answers(model, HELD_OUT)
     result = jaxmem.train({**SETTINGS, "model": {"hf": model}}, jax.devices()[:1])
-    if result.exit_code:  # stopped by a signal; the next call resumes the run
+    if result.is_stopped:  # by a signal; the next call resumes the run
         raise SystemExit(result.exit_code)
     after = answers(result.directory, HELD_OUT)
     rows = [("country", "before", "after")]

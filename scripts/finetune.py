@@ -68,7 +68,7 @@ if __name__ == "__main__":
     parser.add_argument("--ask", metavar="QUESTION", help="also answer this question")
     options = parser.parse_intermixed_args()
     result = finetune(options.model, options.chats, options.overrides)
-    if result.exit_code:  # a signal stopped the run
+    if result.is_stopped:  # by a signal
         raise SystemExit(result.exit_code)
     run = result.directory
     if jax.process_count() == 1:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxmem.cli import main, planning
+from jaxmem.cli import main, planning, training
 from jaxmem.cli.start import load, print_text
 from jaxmem.config import load_config
 from jaxmem.data.loader import Loader
@@ -94,6 +94,17 @@ def test_a_finished_run_names_the_settings_that_it_ignores(run: Path, capsys: py
 
 
 @pytest.mark.exhaustive
+def test_a_report_that_fails_does_not_change_the_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("jaxmem.report.report_run", fail)
+    training._write_report(tmp_path)
+    assert "warning: the run is saved, but its report is not written: " in capsys.readouterr().err
+
+
 def test_report(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`train` ends with the very page that the command makes."""
     page = tmp_path / "again.html"

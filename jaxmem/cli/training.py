@@ -1,5 +1,6 @@
 """`jaxmem train`, and the commands around it: `launch`, `tokenize`, `report`, `doctor` and `schema`."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -26,10 +27,19 @@ def train(config: ConfigFile, overrides: Overrides = None, simulate: Simulate = 
                 command = fit_command(str(file), {"overrides": overrides or []}, simulate=simulate)
                 raise DoesNotFitError(str(error).replace("jaxmem fit CONFIG", command)) from error
             if is_first_process() and done.compiled:
-                from jaxmem.report import report_run
-
-                report_run(done.directory)
+                _write_report(done.directory)
     raise typer.Exit(done.exit_code)
+
+
+def _write_report(directory: Path) -> None:
+    """Writes the report of a run that is saved: an error is a warning, so that the exit code is that of the run."""
+    from jaxmem.report import report_run
+
+    try:
+        report_run(directory)
+    except Exception as error:  # noqa: BLE001, e.g. a full disk, or a damaged file
+        reason = " ".join(str(error).split()) or type(error).__name__
+        say(f"warning: the run is saved, but its report is not written: {reason}", file=sys.stderr)
 
 
 def launch(

@@ -25,6 +25,7 @@ Scheduler: TypeAlias = Any  # a subclass of ClusterEnv in jax._src.clusters, whi
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 ALL = ", ".join(VARIABLES)
 LAUNCH = "JAXMEM_LAUNCH"  # a variable with the id of a `jaxmem launch`, the same when it starts processes again
+JOB = "JAXMEM_JOB"  # a variable for the id of the job of another scheduler, the same when it is started again
 # Variables of launchers that JAX does not support: the number of processes, and the number of this process.
 UNSUPPORTED = (
     *(("PMI_SIZE", "PMI_RANK"), ("PMIX_SIZE", "PMIX_RANK"), ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK")),
@@ -51,13 +52,15 @@ class Cluster:
 
 
 def jobs(*, started_again: bool = False) -> list[str]:
-    """The ids of the launch and of the Slurm job to which this process belongs. `started_again`: only if an earlier
-    process may have belonged to it."""
+    """The ids of the launch, of the Slurm job, and of the job of another scheduler (JOB) to which this process belongs.
+    `started_again`: only if an earlier process may have belonged to it."""
     launch = os.environ.get(LAUNCH)
+    job = os.environ.get(JOB)
     slurm = os.environ.get("SLURM_JOB_ID")
     if started_again and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
         slurm = None
-    return [*([f"launch {launch}"] if launch else []), *([f"slurm {slurm}"] if slurm else [])]
+    ids = {"launch": launch, "slurm": slurm, "job": job}
+    return [f"{kind} {number}" for kind, number in ids.items() if number]
 
 
 def find(timeout: float = 300) -> Cluster | None:
@@ -173,8 +176,8 @@ def _place_on_host(scheduler: Scheduler) -> tuple[int, int] | None:
         return int(os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]), int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
     counts = _expanded(os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = int(os.environ.get("SLURM_NODEID", "0"))
-    if scheduler.name != "slurm" or node >= len(counts) or os.environ.get("SLURM_GPUS_PER_TASK"):
-        return None  # with SLURM_GPUS_PER_TASK a process sees only its own GPUs
+    if scheduler.name != "slurm" or node >= len(counts):
+        return None
     return int(os.environ["SLURM_LOCALID"]), counts[node]
 
 
@@ -189,7 +192,7 @@ def _local_devices(scheduler: Scheduler | None) -> tuple[int, ...] | None:
         return None
     index, processes = place
     seen = visible_gpus()
-    if processes == 1 or seen < processes:
+    if processes == 1 or seen < processes or _is_bound(seen):
         return None
     if seen % processes:
         raise UserError(
@@ -197,6 +200,13 @@ def _local_devices(scheduler: Scheduler | None) -> tuple[int, ...] | None:
         )
     count = seen // processes
     return tuple(range(index * count, (index + 1) * count))
+
+
+def _is_bound(seen: int) -> bool:
+    """Whether Slurm shows this process its own GPUs only. `seen`: the number of GPUs that it shows."""
+    of_task = os.environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]  # 4, or a100:4
+    on_host = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    return str(seen) == of_task or (on_host.isdigit() and seen < int(on_host))
 
 
 def visible_gpus() -> int:

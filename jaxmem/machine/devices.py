@@ -231,7 +231,7 @@ def cores() -> int:
 
 
 def host_memory() -> dict[str, int]:
-    """Bytes of main memory, total and available, or the lower limit of a container (which psutil ignores)."""
+    """Bytes of main memory, total and available, or the lower limit of a container or a job of Slurm."""
     if not Path("/proc/meminfo").exists():  # macOS, where available memory is not well defined
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return {"total": total, "available": total}
@@ -241,14 +241,31 @@ def host_memory() -> dict[str, int]:
         kib[name] = int(amount.split()[0])
     total = kib["MemTotal"] << 10
     available = kib["MemAvailable"] << 10
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        total = min(total, int(text))
-        available = min(available, max(0, int(text) - used))
+    for limit, used in _cgroup_limits(Path("/proc/self/cgroup").read_text(), Path("/sys/fs/cgroup")):
+        total = min(total, limit)
+        available = min(available, max(0, limit - used))
     return {"total": total, "available": available}
 
 
+def _cgroup_limits(groups: str, root: Path) -> Iterator[tuple[int, int]]:
+    """The limit of the memory of each control group around a process, and the bytes in use there. `groups`: the lines
+    of its /proc/self/cgroup, NUMBER:CONTROLLERS:PATH, without controllers in version 2."""
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "memory" if controllers else root
+        limit_name, used_name = CGROUP_V1 if controllers else CGROUP_V2
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            limit = folder / limit_name
+            if folder.is_relative_to(top) and limit.is_file() and (text := limit.read_text().strip()) != "max":
+                yield int(text), int((folder / used_name).read_text())
+
+
+# The files of a control group: the limit of its memory, and the bytes in use.
+CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+CGROUP_V2 = ("memory.max", "memory.current")
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # of the pinned host memory of each GPU
 

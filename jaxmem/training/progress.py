@@ -119,7 +119,7 @@ class Progress:
         try:
             yield
         finally:
-            self._paused += self._clock() - max(before, self._last)  # an `update` within has counted the time before it
+            self._paused += self._clock() - before
 
     def say(self, text: str | None) -> None:
         """Prints a line, above the bar if there is one."""

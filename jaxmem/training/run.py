@@ -84,8 +84,8 @@ class Result:
     `directory`: the directory of its files. `step`: the number of updates. `metrics`: the metrics of the last update.
     `held_out`: the metrics of the last evaluation. If the run had finished before, both are from `metrics.jsonl`.
     `state`: parameters and optimizer state as arrays on the devices, from `read_state`. `program`: its compiled
-    functions. `exit_code`: the exit code of `jaxmem train`, not 0 if a signal stopped the run. `compiled`: its plan;
-    None if the run had finished before.
+    functions. `exit_code`: the exit code of `jaxmem train`. `is_stopped`: whether a signal stopped the run before its
+    end. `compiled`: its plan; None if the run had finished before.
     """
 
     directory: Path
@@ -95,6 +95,7 @@ class Result:
     read_state: Callable[[], TrainState]
     program: Program
     exit_code: int = 0
+    is_stopped: bool = False
     compiled: Plan | None = None
 
     def __repr__(self) -> str:
@@ -266,7 +267,17 @@ def _train(job: _Job, loader: Loader) -> Result:
         best = checkpoints.best() if cfg.checkpoint.keep_best else None
         progress.say(lines.last_line(cfg, loop.step, directory, data_ended=loop.data_ended, best=best))
     final_state = loop.state  # a function that reads `loop.state` would keep the loader and checkpoints in memory
-    return Result(directory, loop.step, telemetry.last, loop.held_out, lambda: final_state, built, stop.exit_code, plan)
+    return Result(
+        directory,
+        loop.step,
+        telemetry.last,
+        loop.held_out,
+        read_state=lambda: final_state,
+        program=built,
+        exit_code=stop.exit_code,
+        is_stopped=stop.requested is not None and loop.step < cfg.steps,
+        compiled=plan,
+    )
 
 
 def _begin(job: _Job, checkpoints: Checkpoints, loader: Loader) -> tuple[int, TrainState, JsonDict]:
@@ -328,6 +339,8 @@ class _Loop:
             is_stopped = stop.from_any_process(largest_signal.of(stop.requested or 0))
             self.telemetry.update(self.step, metrics, work)
             progress.say(peak.after_step())
+            if is_stopped or self._is_interrupted:
+                self._flush()  # waits for the step, which counts in tokens per second
             with progress.paused():
                 self._evaluate_and_save(is_stopped)
         self._finish()
@@ -349,6 +362,12 @@ class _Loop:
             self._evaluate()
         self._save(self.held_out if self.data_ended else None, force=True)
         self.checkpoints.wait()
+
+    @property
+    def _is_interrupted(self) -> bool:
+        """Whether an evaluation or a checkpoint follows this step."""
+        is_evaluated = self.evaluator is not None and self._is_evaluation_step
+        return is_evaluated or self.step == self.cfg.steps or self.checkpoints.is_due(self.step)
 
     @property
     def _is_evaluation_step(self) -> bool:

@@ -101,6 +101,10 @@ def test_a_shell_inside_an_allocation_is_alone(monkeypatch: pytest.MonkeyPatch) 
         ({}, 8, (2, 3)),
         ({}, 1, None),  # Slurm shows each task its own
         ({"SLURM_GPUS_PER_TASK": "4"}, 4, None),
+        ({"SLURM_GPUS_PER_TASK": "a100:4"}, 4, None),
+        ({"SLURM_GPUS_PER_TASK": "1"}, 4, (1,)),  # with --gpu-bind=none
+        ({"SLURM_GPUS_ON_NODE": "16"}, 4, None),  # with --gpu-bind=closest
+        ({"SLURM_GPUS_ON_NODE": "4"}, 4, (1,)),
         ({"SLURM_STEP_TASKS_PER_NODE": "1(x8)", "SLURM_LOCALID": "0"}, 8, None),  # the host to itself
     ],
 )

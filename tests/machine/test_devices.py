@@ -164,10 +164,32 @@ def test_a_child_that_simulates_more_devices_has_more_threads(monkeypatch: pytes
     assert devices.simulation_environment(2)["PJRT_NPROC"] == "6"
 
 
-def test_host_memory_is_that_of_the_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal: 1048576 kB\nMemFree: 1024 kB\nMemAvailable: 524288 kB\n")
-    monkeypatch.setattr(devices, "Path", lambda path: tmp_path / Path(path).name)
+@pytest.mark.parametrize(
+    ("groups", "folder", "names"),
+    [
+        ("0::/\n", "", ("memory.max", "memory.current")),  # a container
+        (
+            "0::/system.slice/slurmstepd.scope/job_7/step_0/user/task_0\n",
+            "system.slice/slurmstepd.scope/job_7",
+            ("memory.max", "memory.current"),
+        ),
+        (
+            "3:cpuset:/slurm\n2:cpu,memory:/slurm/uid_1/job_7/step_0\n0::/\n",
+            "memory/slurm/uid_1/job_7",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ),
+    ],
+)
+def test_host_memory_is_that_of_the_container_or_job(
+    groups: str, folder: str, names: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place = tmp_path / "sys/fs/cgroup" / folder
+    for directory in (tmp_path / "proc/self", place):
+        directory.mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 1048576 kB\nMemFree: 1024 kB\nMemAvailable: 524288 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text(groups)
+    monkeypatch.setattr(devices, "Path", lambda path: tmp_path / path.removeprefix("/"))
     assert devices.host_memory() == {"total": 1 << 30, "available": 512 << 20}, "the page cache can be freed"
-    (tmp_path / "memory.max").write_text(f"{256 << 20}\n")
-    (tmp_path / "memory.current").write_text(f"{100 << 20}\n")
+    for name, size in zip(names, (256, 100), strict=True):
+        (place / name).write_text(f"{size << 20}\n")
     assert devices.host_memory() == {"total": 256 << 20, "available": 156 << 20}

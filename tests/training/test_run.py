@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -245,6 +246,24 @@ def test_an_interrupted_run_resumes_bitwise(config, monkeypatch):
     assert metrics(resumed.directory) == metrics(whole.directory)
 
 
+def test_the_time_of_evaluations_and_saves_is_no_training_time(config, monkeypatch):
+    evaluate = Evaluator.__call__
+
+    def slow(self, *args):
+        time.sleep(2)
+        return evaluate(self, *args)
+
+    monkeypatch.setattr(Evaluator, "__call__", slow)
+    done = run(config(train={"steps": 6, "log_every": 2, "evaluate_every": 3}, checkpoint={"every": 2}))
+    rows = [json.loads(line) for line in (done.directory / "metrics.jsonl").read_text().splitlines()]
+    seconds = {row["step"]: row["seconds"] for row in rows if "tokens_per_second" in row}
+    work = {row["step"]: 2 * 8 * 32 / row["tokens_per_second"] for row in rows if "tokens_per_second" in row}
+    assert sorted(work) == [2, 4, 6]
+    assert seconds[6] - seconds[2] > 4  # both evaluations
+    assert work[4] < 1.5
+    assert work[6] < 1.5
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("evaluate_every", [1, 100_000])
 def test_sigterm_saves_and_ends_the_run(config, monkeypatch, capfd, evaluate_every):
@@ -345,13 +364,14 @@ def test_never_resuming_puts_the_old_run_aside(config):
     [
         ({"JAXMEM_LAUNCH": "a"}, {"JAXMEM_LAUNCH": "a"}, True),
         ({"JAXMEM_LAUNCH": "a"}, {"JAXMEM_LAUNCH": "b"}, False),
+        ({"JAXMEM_JOB": "a"}, {"JAXMEM_JOB": "a"}, True),
         ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, True),
         ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7"}, False),  # two commands of one allocation
         ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, False),
     ],
 )
 def test_a_job_that_is_started_again_resumes_from_its_own_checkpoints(config, monkeypatch, first, again, resumes):
-    for name in ("JAXMEM_LAUNCH", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+    for name in ("JAXMEM_LAUNCH", "JAXMEM_JOB", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     for steps, variables in ((2, first), (3, again)):
         for name, value in variables.items():
