@@ -1,6 +1,6 @@
 """One model, one answer: the same bits when it runs again, the same to rounding however it is split, cut or kept.
 
-All ways one by one, on every version of jax: python -m tests.step.golden --ways.
+All settings one by one, on every version of jax: python -m tests.step.golden --settings.
 """
 
 import pytest
