@@ -27,7 +27,7 @@ import shutil
 import statistics
 import sysconfig
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -361,6 +361,11 @@ def print_peers(methods: Sequence[str]) -> None:
             print(f"| {run.method} | {mean:+.4f} | {max(differences, key=abs):+.4f} | {held_out:+.4f} |")
 
 
+def comparable(rows: Iterable[Row]) -> list[Row]:
+    """The rows that a figure shows: those with a loss of AdamW on the same rows of the corpus."""
+    return [row for row in rows if row.above and row.method != UNPACKED]
+
+
 def draw(compared: Sequence[Row], file: Path) -> None:
     from jaxmem.report.figure import figure
 
@@ -369,11 +374,14 @@ def draw(compared: Sequence[Row], file: Path) -> None:
         for row in compared:
             above = statistics.mean(row.above.values())
             axes.plot(row.size, above, "o", color="C0" if row.method in MAIN else "C7")
-            axes.annotate(row.method, (row.size, above), textcoords="offset points", xytext=(5, 3), fontsize=8)
+            place = {"textcoords": "offset points", "xytext": (3, 4), "rotation": 50, "rotation_mode": "anchor"}
+            axes.annotate(row.method, (row.size, above), fontsize=7, **place)
         axes.set_title(f"SmolLM2-135M after {STEPS} updates of 1,024 tokens", fontsize=10)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel("weights, gradients and optimizer state, bytes per parameter")
         axes.set_ylabel("held-out loss above AdamW, nats per token")
-        axes.margins(x=0.15)  # for the names
+        axes.margins(x=0.15, y=0.15)  # for the names
         axes.grid(alpha=0.3)
 
 
@@ -408,7 +416,7 @@ def main() -> None:
         train_all(args.methods, args.model)
     elif args.command == "table":
         compared = list(rows(args.methods))
-        drawn = [row for row in compared if row.above and row.method != UNPACKED]
+        drawn = comparable(compared)
         if args.png and not drawn:
             needed = args.methods if _complete(BASE) else [BASE]
             missing = [run.name for method in needed for run in runs_of(method) if run.record() is None]

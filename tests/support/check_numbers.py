@@ -46,7 +46,7 @@ def draw_bits_curve(file: Path) -> None:
 
 
 def draw_quality(file: Path) -> None:
-    quality.draw(list(quality.rows(quality.METHODS)), file)
+    quality.draw(quality.comparable(quality.rows(quality.METHODS)), file)
 
 
 # Figures of recorded rows, which take a second to draw again.
