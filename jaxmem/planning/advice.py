@@ -325,7 +325,7 @@ def _float32_adapters(plan: Plan) -> Iterator[PlanWarning]:
         text = f"float32 adapters need {format_bytes(size)}" + (
             ", and their gradients as much again" if gradients else ""
         )
-        cure = "precision.parameters=bfloat16, which halves this"
+        cure = "precision.parameters=bfloat16 for half of that"
         yield PlanWarning("float32 adapters", text, cure)
 
 
