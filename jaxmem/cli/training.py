@@ -8,6 +8,7 @@ import typer
 
 from jaxmem.cli.options import ConfigFile, Json, Overrides, Png, Run, Simulate
 from jaxmem.cli.start import fit_command, is_first_process, joined, load, only_json, show
+from jaxmem.errors import one_line
 from jaxmem.machine.terminal import say
 from jaxmem.training.signals import requeued_before_training
 
@@ -38,8 +39,7 @@ def _write_report(directory: Path) -> None:
     try:
         report_run(directory)
     except Exception as error:  # noqa: BLE001, e.g. a full disk, or a damaged file
-        reason = " ".join(str(error).split()) or type(error).__name__
-        say(f"warning: the run is saved, but its report is not written: {reason}", file=sys.stderr)
+        say(f"warning: the run is saved, but its report is not written: {one_line(error)}", file=sys.stderr)
 
 
 def launch(

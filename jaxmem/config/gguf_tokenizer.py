@@ -94,8 +94,12 @@ def _steps(part: JsonView | None) -> Sequence[JsonView]:
 def has_space_prefix(content: JsonView) -> bool:
     """Whether a tokenizer.json adds a space before a text."""
     steps = [*_steps(content.get("normalizer")), *_steps(content.get("pre_tokenizer"))]
-    kinds = [(step["type"], step.get("prepend_scheme", "always")) for step in steps]
-    return any(kind == "Prepend" or (kind == "Metaspace" and scheme != "never") for kind, scheme in kinds)
+
+    def adds_space(step: JsonView) -> bool:
+        scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")  # older files
+        return step["type"] == "Prepend" or (step["type"] == "Metaspace" and scheme != "never")
+
+    return any(map(adds_space, steps))
 
 
 def tokenizer_json(metadata: JsonView, size: int) -> JsonDict:

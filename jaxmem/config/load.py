@@ -250,13 +250,13 @@ def _changed_model(raw: JsonDict, overrides: Iterable[str]) -> set[str]:
     model = raw.get("model")
     if not isinstance(model, dict) or not set(Decoder.model_fields) <= set(model):
         return set()
-    changed = set()
-    for override in overrides:
-        key, _, value = override.partition("=")
-        field = {"model.hf": "hf", "model.preset": "preset"}.get(key.strip())
-        if field is not None and _parse(value, key, is_file=False) not in (None, model[field]):
-            changed.add(field)
-    return changed
+    return {field for field in ("hf", "preset") if _value_of(f"model.{field}", overrides) not in (None, model[field])}
+
+
+def _value_of(key: str, overrides: Iterable[str]) -> Any:
+    """The value of a key after these overrides; None if none sets it."""
+    values = [value for name, _, value in (text.partition("=") for text in overrides) if name.strip() == key]
+    return _parse(values[-1], key, is_file=False) if values else None
 
 
 def _forget_hyperparameters(raw: JsonDict, overrides: Iterable[str]) -> None:
@@ -265,8 +265,7 @@ def _forget_hyperparameters(raw: JsonDict, overrides: Iterable[str]) -> None:
     optimizer = raw.get("optimizer")
     if not isinstance(optimizer, dict) or not set(Optimizer.model_fields) <= set(optimizer):
         return
-    values = (override.partition("=")[2] for override in overrides if override.startswith("optimizer.name="))
-    if any(value.strip() != optimizer["name"] for value in values):
+    if _value_of("optimizer.name", overrides) not in (None, optimizer["name"]):
         for key in HYPERPARAMETERS:
             del optimizer[key]
 
@@ -316,17 +315,17 @@ def _expand_hf(raw: JsonDict, name: str) -> None:
         optimizer = raw.setdefault("optimizer", {})
         adapter = raw.get("adapter")
         if isinstance(optimizer, dict):
-            optimizer.setdefault("learning_rate", _fine_tuning_rate(optimizer, adapter))
+            optimizer.setdefault("learning_rate", fine_tuning_rate(optimizer, adapter))
     data = raw.setdefault("data", {})
     if isinstance(data, dict) and data.get("tokenizer", name) == name:
         data["tokenizer"] = directory
 
 
-def _fine_tuning_rate(optimizer: JsonDict, adapter: Any) -> float:
+def fine_tuning_rate(optimizer: JsonDict, adapter: Any) -> float:
     """The default of the largest learning rate of a run that begins with trained weights. With AdamW 1e-5 for complete
     weights and 2e-4 for low-rank adapters, as their papers use."""
     entry = OPTIMIZERS.get(str(optimizer.get("name", "adamw")), OPTIMIZERS["adamw"])
-    is_low_rank = isinstance(adapter, dict) and (adapter.get("kind") in LOW_RANK or "hf" in adapter)
+    is_low_rank = isinstance(adapter, dict) and (adapter.get("kind") in LOW_RANK or bool(adapter.get("hf")))
     share = LOW_RANK_SHARE if is_low_rank else COMPLETE_SHARE
     return float(f"{share * entry.learning_rate:.1g}")
 

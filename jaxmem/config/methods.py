@@ -14,7 +14,7 @@ from typing import Unpack
 from jaxmem.config.adapter import LOW_RANK, Adapter
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hub import is_gguf, is_id, local_directory
-from jaxmem.config.load import ConfigSource, config_of, load_config, read_config
+from jaxmem.config.load import ConfigSource, config_of, fine_tuning_rate, load_config, read_config
 from jaxmem.config.optimizers import HYPERPARAMETERS, Optimizer
 from jaxmem.config.presets import preset_of, refuse_preset
 from jaxmem.config.sections import Config
@@ -167,6 +167,7 @@ def config_with(source: RunSource, **parts: Unpack[Parts]) -> Config:
 
 def _with_sections(raw: JsonDict, parts: Parts) -> JsonDict:
     """The settings, with `own` as the model and the loss if a script passes them."""
+    model = raw.get("model")
     if parts.get("model") is not None or parts.get("network") is not None:
         raw["model"] = {"family": "own"}
     if parts.get("loss") is not None or parts.get("loss_with_keys") is not None:
@@ -175,6 +176,8 @@ def _with_sections(raw: JsonDict, parts: Parts) -> JsonDict:
     if parts.get("optimizer") is not None and isinstance(given, dict):  # pydantic reports another type
         # A complete config has all keys, so those with their defaults are accepted.
         accepted = Optimizer().model_dump(mode="json") | {key: given.get(key) for key in ("trainable", "kernel")}
+        if isinstance(model, dict) and model.get("hf"):
+            accepted["learning_rate"] = fine_tuning_rate(given, raw.get("adapter"))
         wrong = [key for key, value in given.items() if value not in (None, accepted.get(key))]
         if wrong:
             raise UserError(f"optimizer.{wrong[0]} has no effect with the argument optimizer; remove one of them")

@@ -182,7 +182,7 @@ def axes_by_rule(
     shapes: Mapping[Path, Any], layered: Collection[Path], by_pattern: AxesByPattern | None, shards: Sequence[int]
 ) -> dict[Path, Axes]:
     """The logical axes of each weight: the axes that it declares, or those of a pattern that matches its name;
-    otherwise `vocab` and `embed` for the table of `nnx.Embed`, and `embed` for the largest dimension of others that is
+    otherwise `token` and `embed` for the table of `nnx.Embed`, and `embed` for the largest dimension of others that is
     divisible by the number of shards. `layered`: the weights that are stacked; patterns have the axes of one layer.
     `shards`: numbers of shards, the preferred one first."""
     used = set()
@@ -204,7 +204,7 @@ def axes_by_rule(
                 return _checked(name, shape, pattern, tuple(axes))
         if path[-1] == "embedding" and len(shape) == 2:  # of nnx.Embed
             has_shards = any(shape[1] % count == 0 for count in shards)
-            return "vocab", "embed" if has_shards else None
+            return "token", "embed" if has_shards else None
         by_size = sorted(range(len(shape)), key=lambda dim: -shape[dim])
         divisible = (dim for count in shards for dim in by_size if shape[dim] % count == 0)
         largest = next(divisible, None)

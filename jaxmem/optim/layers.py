@@ -9,8 +9,8 @@ format of the state.
 
 In your own loop, name the dimensions of stacked weights: `axes` is a tree with the structure of the parameters and a
 tuple of names for each, e.g. `("layer", None, None)` for a stack of matrices. Without `axes` no weight is a stack.
-Three names have a meaning: `layer`, `vocab` for embedding and output matrices, and `bias` for the other dimensions of a
-bias that is no matrix, such as `("heads", "bias")`.
+Four names have a meaning: `layer`, `vocab` for embedding and output matrices, `token` for embeddings whose rows no mesh
+axis shards, and `bias` for the other dimensions of a bias that is no matrix, such as `("heads", "bias")`.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from jaxmem.pipeline.stages import Pipeline
 
 
+VOCABULARIES = ("vocab", "token")  # names of a dimension whose rows are those of single tokens
+
+
 @dataclass(frozen=True)
 class ParameterSpec:
     """Shape, dtype and axes of a weight, or of one layer of a stacked weight."""
@@ -66,14 +69,14 @@ class ParameterSpec:
     @property
     def vocab_dim(self) -> int | None:
         """The dimension of the vocabulary, of an embedding or output matrix and of its adapters."""
-        return next((dim for dim, axis in enumerate(self.axes) if axis and axis_name(axis) == "vocab"), None)
+        return next((dim for dim, axis in enumerate(self.axes) if axis and axis_name(axis) in VOCABULARIES), None)
 
     @property
     def is_hidden_matrix(self) -> bool:
         """Whether both sides of this matrix are features of the network, so it is no embedding, of tokens or patches of
         an image, and no output matrix."""
         names = {axis_name(axis) for axis in self.axes if axis}
-        return self.is_matrix and not names & {"vocab", "classes", "patch"}
+        return self.is_matrix and not names & {*VOCABULARIES, "classes", "patch"}
 
     def state_array(self, value: Tree, dims: tuple[int, ...] | None = None) -> StateArray:
         """Declares a state array, or a QTensor, along these dimensions of the weight, by default all."""

@@ -73,7 +73,7 @@ KINDS = {
 STORAGE_AXES = ("fsdp", "expert", "context")  # shard stored weights, which are gathered over them for computation
 REPLICATED = (  # logical axes that no mesh axis shards
     "norm", "bias", "head_dim", "router", "rank", "projected", "height", "width", "patch", "kernel", "channels",
-    "classes",
+    "classes", "token",
 )  # fmt: skip
 
 

@@ -91,7 +91,7 @@ def test_another_optimizer_for_a_saved_config_has_its_own_hyperparameters(tmp_pa
     save_config(load_config({**TINY, "optimizer": optimizer}), tmp_path / "a.yaml")
     other = load_config(tmp_path / "a.yaml", ["optimizer.name=apollo_mini", "optimizer.beta2=0.7"]).optimizer
     assert (other.scale, other.beta1, other.beta2, other.learning_rate) == (128.0, 0.9, 0.7, 0.5)
-    assert load_config(tmp_path / "a.yaml", ["optimizer.name=lion"]).optimizer.epsilon is None
+    assert load_config(tmp_path / "a.yaml", [' optimizer.name ="lion"']).optimizer.epsilon is None
     same = load_config(tmp_path / "a.yaml", ["optimizer.name=apollo"]).optimizer
     assert (same.scale, same.beta1) == (1.0, 0.8)
 

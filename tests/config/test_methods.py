@@ -107,7 +107,7 @@ def test_a_known_model_without_support_is_called_not_supported(name: str) -> Non
         run_config(name)
 
 
-def test_an_optimizer_of_a_script_refuses_only_settings_that_differ(tmp_path: Path) -> None:
+def test_an_optimizer_of_a_script_refuses_only_settings_that_differ(hf: Path, tmp_path: Path) -> None:
     """A loaded config has all keys of the section."""
     raw = {"name": "x", "model": {"preset": "tiny"}, "optimizer": {"trainable": ["head.*"]}, "train": {"steps": 3}}
     save_config(load_config(raw), tmp_path / "saved.yaml")
@@ -115,6 +115,8 @@ def test_an_optimizer_of_a_script_refuses_only_settings_that_differ(tmp_path: Pa
         cfg = config_with(source, optimizer=optax.sgd(1.0))
         assert (cfg.optimizer.trainable, cfg.optimizer.clip) == (("head.*",), None)
         assert config_with(cfg, optimizer=optax.sgd(1.0)).optimizer == cfg.optimizer
+    fine_tuned = load_config({**raw, "model": {"hf": str(hf)}})
+    assert config_with(fine_tuned, optimizer=optax.sgd(1.0)).optimizer.clip is None
     with pytest.raises(UserError, match=r"optimizer\.weight_decay has no effect with the argument optimizer"):
         config_with(load_config(raw, ["optimizer.weight_decay=0.2"]), optimizer=optax.sgd(1.0))
 

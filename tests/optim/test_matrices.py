@@ -89,7 +89,7 @@ def test_muon_leaves_tokens_to_adam():
     same([u["table"] for u in said], [u["table"] for u in expected])
 
 
-@pytest.mark.parametrize("outer", ["vocab", "classes", "patch", Axis("vocab", like_storage=True)])
+@pytest.mark.parametrize("outer", ["vocab", "token", "classes", "patch", Axis("vocab", like_storage=True)])
 def test_matrices_of_tokens_classes_and_patches_are_not_orthogonalized_or_projected(outer):
     params, axes = {"w": jnp.zeros((16, 24))}, {"w": ("embed", outer)}
     for tx in (optim.scale_by_muon(axes=axes), optim.scale_by_galore(GaLoreSettings(rank=4), axes=axes)):
@@ -106,7 +106,7 @@ def test_a_router_is_not_projected():
 def test_the_table_of_flax_is_a_vocabulary():
     network = nnx.Embed(64, 16, rngs=nnx.Rngs(0))
     variables = {path: jax.eval_shape(lambda x=x: x) for path, x in nnx.to_flat_state(nnx.state(network))}
-    assert [*axes_by_rule(variables, (), None, (8, 1)).values()] == [("vocab", "embed")]
+    assert [*axes_by_rule(variables, (), None, (8, 1)).values()] == [("token", "embed")]
 
 
 @pytest.mark.parametrize(("axes", "neuron"), [(("embed", "mlp"), 1), (("vocab", "embed"), 0), (("embed", "vocab"), 1)])

@@ -305,6 +305,7 @@ class Wrong(Transformer):
         ({}, LM | {"layers": "blocks", "model": lambda rngs: Wrong(rngs, "weights")}, "uses down of a block"),
         ({"mesh": {"stage": 2, "fsdp": 4}}, {}, "mesh.stage"),
         ({"mesh": {"tensor": 2, "fsdp": 4}}, {}, "mesh.tensor=2 does not shard the model.*mlp.*axes="),
+        ({"mesh": {"tensor": 2, "fsdp": 4}}, LM, "mesh.tensor=2 does not shard the model.*mlp.*axes="),
         ({"mesh": {"context": 2, "fsdp": 4}, "model": DECODER}, {"model": None}, "objective.name=own.*mesh.context"),
         ({"model": DECODER}, {"model": None, "loss": None}, "data: batch 0 has the arrays image, label.*inputs"),
         (
